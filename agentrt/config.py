@@ -1,0 +1,126 @@
+"""What a user may set, as frozen dataclasses that compose; resolved once, by the composition root, and never changed.
+
+``None`` means "a sensible choice for this machine and model"; the room that uses the value says which. Every bound on
+per-request memory stands here (`Limits`), with the reason for its default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentrt.errors import UserError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Policy = Literal["fcfs", "lpm", "dfs", "program"]
+Eviction = Literal["lru", "lfu", "slru", "adaptive", "program"]
+
+
+def _at_least(name: str, value: float | None, low: float) -> None:
+    if value is not None and not value >= low:
+        raise UserError(f"{name} is {value!r}; it must be at least {low:g}", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The page pool and the radix tree.
+
+    Attributes:
+        kv_tokens: Token slots in the KV store; None: what a share of the free memory holds.
+        page_size: Tokens a page; None: 1 on a CPU, 16 on a GPU.
+        prefix_cache: Keep computed prefixes for later requests.
+        eviction: Which cached prefixes go first when memory is needed.
+        hold_share: Largest share of the pool that holds of waiting programs may keep from eviction.
+        hold_seconds: How long such a hold lasts at most.
+        check: Check the slot equation after every step, not only when idle (tests).
+    """
+
+    kv_tokens: int | None = None
+    page_size: int | None = None
+    prefix_cache: bool = True
+    eviction: Eviction = "lru"
+    hold_share: float = 0.5
+    hold_seconds: float = 60.0
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("kv_tokens", self.kv_tokens, 1)
+        _at_least("page_size", self.page_size, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The order and the size of steps.
+
+    Attributes:
+        policy: In which order waiting requests are admitted.
+        step_tokens: Most new tokens in one step, over all sequences; None: 512 on a CPU, 2,048 on a GPU.
+        prefill_tokens: Most of those that prefill chunks may take while other sequences decode, so that a long
+            prompt does not stall them; None: half of `step_tokens`.
+        max_running: Most sequences in one step; None: 64 on a CPU, 256 on a GPU.
+        max_wait: Seconds of waiting after which a request goes before every younger one, whatever the policy says.
+    """
+
+    policy: Policy = "lpm"
+    step_tokens: int | None = None
+    prefill_tokens: int | None = None
+    max_running: int | None = None
+    max_wait: float = 5.0
+
+    def __post_init__(self) -> None:
+        _at_least("step_tokens", self.step_tokens, 1)
+        _at_least("prefill_tokens", self.prefill_tokens, 1)
+        _at_least("max_running", self.max_running, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on what one request may hold; each is refused at the door with both numbers.
+
+    Attributes:
+        queued: Requests waiting, all together (a request holds its prompt: 8 bytes a token).
+        n: Samples a request.
+        logprobs: Alternatives a token.
+        stops: Stop strings, patterns and stop tokens a request.
+        stop_length: Characters of one stop string or pattern.
+        logit_bias: Entries a request.
+        grammar_bytes: Size of a constraint's source.
+        grammar_seconds: Time to compile one constraint.
+        grammar_cache_bytes: Source size of all compiled constraints that are kept.
+        grammar_cache_count: How many compiled constraints are kept.
+    """
+
+    queued: int = 100_000
+    n: int = 1024
+    logprobs: int = 64
+    stops: int = 64
+    stop_length: int = 1024
+    logit_bias: int = 4096
+    grammar_bytes: int = 2_000_000
+    grammar_seconds: float = 5.0
+    grammar_cache_bytes: int = 64_000_000
+    grammar_cache_count: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is made from.
+
+    Attributes:
+        model: Short name, folder, .gguf file or "hf:org/name"; None: the default model.
+        dtype: Arithmetic of weights and activations; "auto": bfloat16 where the processor multiplies it natively,
+            else float32.
+        device: "auto", "cpu" or "cuda".
+        threads: Threads of torch; None: torch's own choice.
+        max_context: Shortens the model's context; None: the model's own.
+        cache, scheduler, limits: See there.
+    """
+
+    model: str | None = None
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    max_context: int | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    limits: Limits = field(default_factory=Limits)

@@ -1,0 +1,111 @@
+"""What one step is to do and what came of it: the plan and its output, free of tensors and picklable.
+
+The scheduler makes a `StepPlan`; the executor runs it and answers with a `StepOutput`. The executor remembers, per
+sequence, its slots and how to sample, so a plan carries only what is new and never grows with the context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agentrt.request import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that joins the running ones in this step.
+
+    Attributes:
+        sequence_id: Unique in the engine's life; a preempted sequence comes back under the same id.
+        slots: KV slots of the tokens found in the cache, one per token, in order.
+        token_ids: Every token of the sequence so far, prompt and output (penalties count them).
+        prompt_length: How many of those are the prompt.
+        sampling: How to choose its tokens.
+        seed: The sample's own seed, from the request's seed and the sample's index.
+    """
+
+    sequence_id: int
+    slots: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    prompt_length: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The new tokens that one sequence contributes to a step: a prefill chunk, a decode, a forced run, a draft.
+
+    Attributes:
+        sequence_id: Whose it is.
+        token_ids: The new tokens, at least one.
+        start: Position of the first of them: the sequence's computed_tokens.
+        slots: Where their KV goes, one per token.
+        sample: Whether the token after the last is to be sampled.
+        logits_at: Further offsets in the run whose logits are wanted, to score the token that follows each.
+        parents: For a tree of guesses, each token's parent offset in the run; None for a plain chain.
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    start: int
+    slots: tuple[int, ...]
+    sample: bool
+    logits_at: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """Slots of a sequence that changed because the tree already had those tokens: position `start` on is now at `slots`."""
+
+    sequence_id: int
+    start: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        released: Sequences that left since the last plan: finished, aborted or preempted. Applied first.
+        admitted: Sequences that join. Applied second.
+        remaps: Slots that changed hands since the last plan. Applied third.
+        runs: What is computed, one run a sequence.
+    """
+
+    runs: tuple[Run, ...]
+    admitted: tuple[Admission, ...] = ()
+    released: tuple[int, ...] = ()
+    remaps: tuple[Remap, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """New tokens computed in the step."""
+        return sum(len(run.token_ids) for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What came of one run.
+
+    Attributes:
+        token_id: The sampled token, or None if none was asked for or the logits were not finite.
+        logprob: Its log-probability and alternatives, if the request asks for them.
+        scores: For each of the run's `logits_at`, the log-probability of the token that follows in the sequence.
+        error: What was wrong with this sequence's logits, or "".
+    """
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    scores: tuple[TokenLogprob, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave: one `Sampled` per run, by sequence id, and the seconds it took."""
+
+    sampled: dict[int, Sampled] = field(default_factory=dict)
+    seconds: float = 0.0
