@@ -1,0 +1,1 @@
+"""Attention over the paged store: one interface, and the backends behind it."""

@@ -8,7 +8,7 @@ forced run and a draft differ only in the length of the run, so backends that ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class AttentionBatch:
     slots: tuple[Tensor, ...]
     new_slots: Tensor
     shared: tuple[tuple[tuple[int, ...], int], ...] = ()
-    prepared: dict[object, object] | None = None
+    prepared: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Attention(Protocol):
@@ -78,5 +78,3 @@ class Attention(Protocol):
             [tokens, heads, head_dim], in q's dtype.
         """
         ...
-
-

@@ -1,0 +1,1 @@
+"""What turns token ids into logits: the native decoder, and models of transformers behind the same face."""

@@ -1,0 +1,226 @@
+"""The native decoder: one implementation for every family it knows, steered by the flags of `DecoderConfig`.
+
+It turns a step's tokens into hidden states and hidden states into logits. It keeps no state between steps: KV lives in
+the store, attention is handed in, matrices stand behind `agentrt.models.linear`. Rows of a step never mix but in
+attention, so a sequence's answer does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
+from agentrt.models.config import Activation, DecoderConfig, ModelConfig
+from agentrt.models.linear import Linear, LinearFactory, dense
+from agentrt.models.rotary import Rotary, rotate
+
+Norm = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+class LayeredStore(Protocol):
+    """Keys and values by layer, each [slots, kv_heads, head_dim]; `agentrt.engine.kv_store.KVStore` is one."""
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's parts, ready to call; norms that the family lacks are None."""
+
+    spec: AttentionSpec
+    local: bool
+    before_attention: Norm
+    qkv: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    output: Linear
+    after_attention: Norm | None
+    before_mlp: Norm
+    gate_up: Linear
+    down: Linear
+    after_mlp: Norm | None
+
+
+class Decoder:
+    """A decoder-only transformer.
+
+    Attributes:
+        config: The model's shape and flags.
+        dtype: Of weights, activations and KV.
+        device: Where it runs.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory = dense) -> None:
+        """Builds the layers; dense weights are used as they are, without a copy.
+
+        Args:
+            config: With `decoder` set.
+            weights: Tensors by name, in the fused layout that `weight_shapes` lists.
+            linear: How to hold matrices.
+        """
+        if config.decoder is None:
+            raise ValueError(f"{config.architecture} has no native decoder")
+        self.config = config
+        self._flags = flags = config.decoder
+        self._embedding = weights["model.embed_tokens.weight"]
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        self._rope = Rotary(flags.rope, config.head_dim, self.device)
+        self._local_rope = Rotary(flags.local_rope, config.head_dim, self.device) if flags.local_rope else None
+        # The factor is rounded to the weights' dtype, as the models were trained with.
+        self._embedding_scale = float(torch.tensor(flags.embedding_scale, dtype=self.dtype))
+        self._activation = _ACTIVATIONS[flags.activation]
+        self._rotated = config.heads + config.kv_heads
+        self._layers = tuple(_layer(config, flags, weights, linear, index) for index in range(config.layers))
+        self._norm = _norm(flags, weights["model.norm.weight"])
+        head = self._embedding if flags.tied else weights["lm_head.weight"]
+        self._head = linear("lm_head", head, None)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, attention: Attention, store: LayeredStore
+    ) -> Tensor:
+        """Runs one step; writes the new tokens' KV to their slots.
+
+        Args:
+            token_ids: int64 [tokens], run after run.
+            positions: int64 [tokens], each token's place in its sequence.
+            batch: The runs.
+            attention: How to attend.
+            store: Keys and values by layer.
+
+        Returns:
+            Hidden states behind the last norm, [tokens, width].
+        """
+        hidden = self._embedding.index_select(0, token_ids)
+        if self._embedding_scale != 1.0:
+            hidden.mul_(self._embedding_scale)
+        angles = self._rope.angles(positions, self.dtype)
+        local = angles if self._local_rope is None else self._local_rope.angles(positions, self.dtype)
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(layer, hidden, local if layer.local else angles, batch, attention, store[index])
+            hidden.add_(attended if layer.after_attention is None else layer.after_attention(attended))
+            changed = self._mlp(layer, hidden)
+            hidden.add_(changed if layer.after_mlp is None else layer.after_mlp(changed))
+        return self._norm(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token.
+
+        Args:
+            hidden: Rows of what `forward` returned, [rows, width].
+
+        Returns:
+            float32 [rows, vocab_size], soft-capped if the model does that.
+        """
+        logits = self._head(hidden).float()
+        cap = self._flags.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        attention: Attention,
+        store: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        heads = self.config.heads
+        qkv = layer.qkv(layer.before_attention(hidden)).view(hidden.shape[0], -1, self.config.head_dim)
+        qk = qkv[:, : self._rotated]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk = torch.cat((layer.q_norm(qk[:, :heads]), layer.k_norm(qk[:, heads:])), 1)
+        qk = rotate(qk, *angles)  # q and k turn alike, so one call does both
+        attended = attention(qk[:, :heads], qk[:, heads:], qkv[:, self._rotated :], store, batch, layer.spec)
+        return layer.output(attended.view(hidden.shape[0], -1))
+
+    def _mlp(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        gate, up = layer.gate_up(layer.before_mlp(hidden)).chunk(2, -1)
+        return layer.down(self._activation(gate).mul_(up))
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that `Decoder` reads.
+
+    Rows of `qkv_proj` are q's, then k's, then v's; rows of `gate_up_proj` are the gate's, then up's.
+    """
+    flags = config.decoder
+    if flags is None:
+        raise ValueError(f"{config.architecture} has no native decoder")
+    width, head_dim = flags.width, config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, width),
+        "model.norm.weight": (width,),
+    }
+    if not flags.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    linears = (
+        ("self_attn.qkv_proj", (config.heads + 2 * config.kv_heads) * head_dim, width, flags.qkv_bias),
+        ("self_attn.o_proj", width, config.heads * head_dim, flags.output_bias),
+        ("mlp.gate_up_proj", 2 * flags.mlp_width, width, flags.mlp_bias),
+        ("mlp.down_proj", width, flags.mlp_width, flags.mlp_bias),
+    )
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if flags.post_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for index in range(config.layers):
+        prefix = f"model.layers.{index}."
+        for name, rows, columns, bias in linears:
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes.update({f"{prefix}{name}.weight": (width,) for name in norms})
+        if flags.qk_norm:
+            shapes.update({f"{prefix}self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")})
+    return shapes
+
+
+def _norm(flags: DecoderConfig, weight: Tensor) -> Norm:
+    """RMS norm (Zhang and Sennrich, 2019)."""
+    scale = weight.float().add(1.0).to(weight.dtype) if flags.norm_plus_one else weight
+    return partial(functional.rms_norm, normalized_shape=tuple(weight.shape), weight=scale, eps=flags.eps)
+
+
+def _layer(
+    config: ModelConfig, flags: DecoderConfig, weights: Mapping[str, Tensor], linear: LinearFactory, index: int
+) -> _Layer:
+    prefix = f"model.layers.{index}."
+
+    def matrix(name: str, bias: bool) -> Linear:
+        name = prefix + name
+        return linear(name, weights[f"{name}.weight"], weights[f"{name}.bias"] if bias else None)
+
+    def norm(name: str, present: bool) -> Norm | None:
+        return _norm(flags, weights[f"{prefix}{name}.weight"]) if present else None
+
+    window = config.windows[index]
+    # With norms on both sides the names shift: "post_attention" then stands behind attention, not before the MLP.
+    before_mlp = "pre_feedforward_layernorm" if flags.post_norms else "post_attention_layernorm"
+    return _Layer(
+        spec=AttentionSpec(flags.attention_scale, window, flags.attention_softcap),
+        local=window is not None and flags.local_rope is not None,
+        before_attention=_norm(flags, weights[f"{prefix}input_layernorm.weight"]),
+        qkv=matrix("self_attn.qkv_proj", flags.qkv_bias),
+        q_norm=norm("self_attn.q_norm", flags.qk_norm),
+        k_norm=norm("self_attn.k_norm", flags.qk_norm),
+        output=matrix("self_attn.o_proj", flags.output_bias),
+        after_attention=norm("post_attention_layernorm", flags.post_norms),
+        before_mlp=_norm(flags, weights[f"{prefix}{before_mlp}.weight"]),
+        gate_up=matrix("mlp.gate_up_proj", flags.mlp_bias),
+        down=matrix("mlp.down_proj", flags.mlp_bias),
+        after_mlp=norm("post_feedforward_layernorm", flags.post_norms),
+    )

@@ -1,0 +1,157 @@
+"""Tiny random models of transformers, and a small paged engine without an engine to run ours beside them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from agentrt.attention.base import Attention, AttentionBatch
+from agentrt.attention.torch_cpu import TorchAttention
+from agentrt.engine.kv_store import KVStore
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 48, 6, 2, 10, 101
+
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights that keep the signal alive, and norms and biases that are not their initial ones and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "embed" in name and "embed_out" not in name:
+            parameter.data = noise
+        elif parameter.dim() >= 2:
+            parameter.data = noise * 1.5 / parameter.shape[-1] ** 0.5
+        elif "norm" in name.lower() and name.endswith("weight"):
+            parameter.data = parameter.data + noise * 0.3
+        else:
+            parameter.data = noise * 0.3
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., Any]:
+    """Makes a tiny random model: tiny("Llama", **config changes) is transformers' LlamaForCausalLM."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+
+    def make(family: str, seed: int = 0, **changes: Any) -> Any:
+        config_name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+        config = getattr(transformers, config_name)(**{**BASE, **changes})
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        randomise(model, seed)
+        return model
+
+    return make
+
+
+class Paged:
+    """Sequences over one store, each step a mixture of runs, slots dealt at random or as neighbours."""
+
+    def __init__(self, model: Any, *, scattered: bool, seed: int = 0, attention: Attention | None = None) -> None:
+        self.model, self.random = model, random.Random(seed)
+        slots = 512
+        self.store = KVStore(model.config, slots, model.dtype)
+        for layer in range(len(self.store)):
+            for tensor in self.store[layer]:
+                tensor.fill_(1e4)  # whoever reads a slot that is not its own is found out
+        self.free = list(range(slots))
+        if scattered:
+            self.random.shuffle(self.free)
+        self.attention = attention or TorchAttention()
+        self.slots: dict[int, list[int]] = {}
+        self.logits: dict[int, list[torch.Tensor]] = {}
+
+    def step(self, runs: dict[int, list[int]]) -> None:
+        """Feeds each sequence its next tokens."""
+        for sequence, tokens in runs.items():
+            self.slots.setdefault(sequence, []).extend(self.free.pop(0) for _ in tokens)
+        lengths = {sequence: len(tokens) for sequence, tokens in runs.items()}
+        contexts = {sequence: len(self.slots[sequence]) - count for sequence, count in lengths.items()}
+        slots = tuple(torch.tensor(self.slots[sequence]) for sequence in runs)
+        batch = AttentionBatch(
+            query_lengths=tuple(lengths.values()),
+            context_lengths=tuple(contexts.values()),
+            slots=slots,
+            new_slots=torch.cat([slot[-count:] for slot, count in zip(slots, lengths.values(), strict=True)]),
+        )
+        positions = torch.cat([torch.arange(lengths[s]) + contexts[s] for s in runs])
+        token_ids = torch.tensor([token for tokens in runs.values() for token in tokens])
+        hidden = self.model.forward(token_ids, positions, batch, self.attention, self.store)
+        for sequence, rows in zip(runs, self.model.logits(hidden).split(list(lengths.values())), strict=True):
+            self.logits.setdefault(sequence, []).append(rows)
+
+    def run(self, prompts: dict[int, list[int]], sizes: Callable[[int], int]) -> dict[int, torch.Tensor]:
+        """Feeds whole prompts in runs of `sizes(sequence)` tokens; returns logits at every position."""
+        left = {sequence: list(tokens) for sequence, tokens in prompts.items()}
+        while left:
+            runs = {}
+            for sequence in list(left):
+                size = sizes(sequence)
+                runs[sequence], left[sequence] = left[sequence][:size], left[sequence][size:]
+                if not left[sequence]:
+                    del left[sequence]
+            self.step(runs)
+        return {sequence: torch.cat(rows) for sequence, rows in self.logits.items()}
+
+
+def prompts_of(lengths: Iterable[int], vocab: int = VOCAB, seed: int = 3) -> dict[int, list[int]]:
+    """Random prompts by sequence number."""
+    generator = random.Random(seed)
+    return {index: [generator.randrange(vocab) for _ in range(length)] for index, length in enumerate(lengths)}
+
+
+@torch.no_grad()
+def expect_equal(ours: Any, theirs: Any, lengths: Iterable[int] = (29, 41, 9)) -> None:
+    """Every position's logits are transformers', however the prompts are cut and wherever their pages lie."""
+    prompts = prompts_of(lengths, theirs.config.vocab_size)
+    expected = {i: theirs(torch.tensor([tokens]), use_cache=False).logits[0] for i, tokens in prompts.items()}
+    assert all(rows.std() > 0.3 for rows in expected.values()), "the tiny model's logits are degenerate"
+    cuts = random.Random(5)
+    ways: dict[str, Callable[[int], int]] = {
+        "whole": lambda _: 1000,
+        "chunks": lambda _: 7,
+        "mixed": lambda sequence: (1, 5, 13)[sequence % 3],
+        "ragged": lambda _: cuts.randrange(1, 12),
+        "token by token": lambda _: 1,
+    }
+    for name, sizes in ways.items():
+        for scattered in (False, True):
+            got = Paged(ours, scattered=scattered).run(prompts, sizes)
+            for sequence, rows in expected.items():
+                torch.testing.assert_close(
+                    got[sequence],
+                    rows,
+                    atol=1e-4,
+                    rtol=1e-4,
+                    msg=lambda m, n=name, s=scattered: f"{n}, scattered={s}: {m}",
+                )
+
+
+@pytest.fixture(scope="session")
+def equal() -> Callable[..., None]:
+    """`expect_equal(ours, theirs, lengths)`."""
+    return expect_equal
+
+
+@pytest.fixture(scope="session")
+def paged() -> type[Paged]:
+    """The small paged engine."""
+    return Paged
