@@ -191,6 +191,9 @@ class ProgramAware:
         self._base.used(node)
 
 
+POLICIES = ("lru", "lfu", "slru", "program")
+
+
 def eviction_policy(name: str, capacity: int) -> EvictionPolicy:
     """The policy of that name, for a pool of `capacity` tokens.
 
