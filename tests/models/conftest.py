@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from agentrt.attention.base import Attention, AttentionBatch
 from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.engine.kv_store import KVStore

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from agentrt.models.decoder import Decoder
 from agentrt.models.loader import load_model
 
