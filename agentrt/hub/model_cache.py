@@ -1,0 +1,206 @@
+"""The model cache: where fetched and converted models lie, what is there, and one writer at a time.
+
+It is platformdirs' user cache folder ``agentrt``, or ``AGENTRT_HOME``::
+
+    <home>/models/<short name>/<file>.gguf       fetched
+    <home>/models/<short name>/.partial/         still arriving; parts that were checked are used again
+    <home>/converted/<key>/                      a GGUF in Hugging Face's layout, keyed by its content
+    <home>/hashes/<key>.json                     content hash of a file, remembered by path, size and time
+    <home>/locks/<name>.lock                     held by the process that fetches or converts
+
+Invariant: a name without ``.partial`` is complete, since it appears by one rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import filelock
+import platformdirs
+
+from agentrt.errors import ModelError
+from agentrt.hub.catalog import CATALOG, CatalogEntry, resolve
+
+_BLOCK = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """Something in the model cache.
+
+    Attributes:
+        name: Short name of a fetched model; for a converted one, the model's name as its file has it.
+        path: File or folder.
+        bytes: Its size on the disk.
+        kind: "fetched", "converted", or "partial" for a fetch that did not finish.
+    """
+
+    name: str
+    path: Path
+    bytes: int
+    kind: Literal["fetched", "converted", "partial"]
+
+
+def cache_home() -> Path:
+    """The model cache's folder; it need not exist."""
+    home = os.environ.get("AGENTRT_HOME")
+    return Path(home).expanduser() if home else Path(platformdirs.user_cache_dir("agentrt", appauthor=False))
+
+
+def fetched_path(entry: CatalogEntry) -> Path:
+    """Where the model of a catalogue entry lies once it was fetched."""
+    return cache_home() / "models" / entry.name / entry.file
+
+
+def converted_path(key: str) -> Path:
+    """Where the converted form of a GGUF with that key lies."""
+    return cache_home() / "converted" / key
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Holds the cache's lock of that name; another process that wants it waits.
+
+    Raises:
+        ModelError: The cache folder cannot be written.
+    """
+    try:
+        folder = cache_home() / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / f"{name}.lock")
+        lock.acquire()
+    except OSError as error:
+        raise ModelError(
+            f"the model cache {cache_home()} cannot be written ({error}); set AGENTRT_HOME to a folder that can"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, remembered until its size or time changes (hashing 500 MB takes a second).
+
+    A memory that cannot be written is no error; the next call hashes again.
+    """
+    status = path.stat()
+    where = str(path.resolve())
+    stamp = {"path": where, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    memory = cache_home() / "hashes" / (hashlib.sha256(where.encode()).hexdigest()[:32] + ".json")
+    remembered = _read_json(memory)
+    if {key: remembered.get(key) for key in stamp} == stamp:
+        return str(remembered["sha256"])
+    digest = hash_file(path)
+    with suppress(OSError):
+        write_atomically(memory, json.dumps(stamp | {"sha256": digest}).encode())
+    return digest
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's content, read now."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def list_cached() -> list[CachedModel]:
+    """What is in the model cache, fetched models first."""
+    found: list[CachedModel] = []
+    for entry in CATALOG.values():
+        path = fetched_path(entry)
+        if path.is_file():
+            found.append(CachedModel(entry.name, path, path.stat().st_size, "fetched"))
+        partial = path.parent / ".partial"
+        if partial.is_dir():
+            found.append(CachedModel(entry.name, partial, folder_bytes(partial), "partial"))
+    for folder in _converted_folders():
+        found.append(CachedModel(_converted_name(folder), folder, folder_bytes(folder), "converted"))
+    return found
+
+
+def remove(name: str) -> list[CachedModel]:
+    """Removes a model of the catalogue from the cache, its converted form too; or one converted folder, by its key.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    by_key = converted_path(name)
+    if name and by_key.parent == cache_home() / "converted" and by_key.is_dir():
+        chosen = [CachedModel(_converted_name(by_key), by_key, folder_bytes(by_key), "converted")]
+    else:
+        chosen = _of_catalog_entry(resolve(name).entry, name)
+    for model in chosen:
+        if model.path.is_dir():
+            shutil.rmtree(model.path)
+        else:
+            model.path.unlink()
+    return chosen
+
+
+def _of_catalog_entry(entry: CatalogEntry | None, name: str) -> list[CachedModel]:
+    if entry is None:
+        raise ModelError(f"{name!r} is not in the model cache, so it cannot be removed from it", param="model")
+    key = entry.sha256[:32]
+    return [
+        model
+        for model in list_cached()
+        if (model.kind != "converted" and model.name == entry.name)
+        or (model.kind == "converted" and model.path.name.startswith(key))
+    ]
+
+
+def _converted_folders() -> list[Path]:
+    root = cache_home() / "converted"
+    return sorted(p for p in root.iterdir() if (p / "config.json").is_file()) if root.is_dir() else []
+
+
+def _converted_name(folder: Path) -> str:
+    key = folder.name.partition("-")[0]
+    for entry in CATALOG.values():
+        if entry.sha256.startswith(key):
+            return entry.name
+    name = _read_json(folder / "config.json").get("agentrt_name")
+    return str(name) if name else folder.name
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; files that vanish meanwhile count as nothing."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(root, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
