@@ -1,0 +1,94 @@
+"""Runs the compilation of patterns in a process that can be killed, because nothing else can interrupt it.
+
+One process is kept and used again; when it runs out of time or memory it is killed, the request that it was busy with
+gets an error, and the next one a fresh process. Nothing outside this file knows that there is a process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrt.errors import GrammarError
+
+_PROGRAM = Path(__file__).with_name("regex_worker.py")
+#: Address space of the process, in bytes; more than half of it is the interpreter and numpy.
+MEMORY = 2_000_000_000
+
+
+class TooManyStatesError(GrammarError):
+    """The automaton would be larger than allowed."""
+
+
+class PatternCompiler:
+    """Compiles patterns to tables, one at a time, in a process of its own."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def compile(self, pattern: str, max_states: int, seconds: float) -> tuple[NDArray[np.int32], NDArray[np.bool_], int]:
+        """As `regex_worker.byte_table`, within `seconds`.
+
+        Raises:
+            TooManyStatesError: The automaton is too large.
+            GrammarError: It took too long, needed too much memory, or is refused.
+        """
+        with self._lock:
+            answer = self._ask((pattern, max_states), seconds)
+        if answer[0] == "table":
+            return answer[1], answer[2], answer[3]  # type: ignore[return-value]
+        kind = TooManyStatesError if answer[1] == "states" else GrammarError
+        raise kind(str(answer[2]), pointer="0", param="regex")
+
+    def _ask(self, request: tuple[str, int], seconds: float) -> tuple[object, ...]:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        try:
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            answer: tuple[object, ...] = pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            self.close()
+            raise GrammarError(
+                f"the pattern's automaton needs more than {seconds:g} s or {MEMORY / 1e9:g} GB to compile; "
+                "bound its repeats, or set engine='llguidance'",
+                pointer="0",
+                param="regex",
+            ) from error
+        finally:
+            timer.cancel()
+        return answer
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(_PROGRAM), str(MEMORY)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process; the next pattern gets a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+PATTERNS = PatternCompiler()
+atexit.register(PATTERNS.close)

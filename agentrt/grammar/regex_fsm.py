@@ -1,0 +1,237 @@
+"""A finite automaton over bytes, and the cursor's view of it: masks and forced runs by look-up.
+
+outlines-core turns the regular expression (already read and rewritten by `regex_syntax`) into an automaton: its
+`Index` over the 256 single bytes is the byte automaton itself. A token's way through it is its bytes' way, so a state's
+mask is one vectorised walk of the whole vocabulary, made when the state is first met (or for all states ahead of
+time) and looked up afterwards. States that cannot reach the end are cut away, so that what is left is never a dead end.
+
+The automaton is immutable and shared; the memo of masks only grows, within a bound.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrt.errors import GrammarError
+from agentrt.grammar.jump_forward import canonical_run
+from agentrt.grammar.killable import PATTERNS
+from agentrt.grammar.regex_worker import byte_table
+from agentrt.grammar.vocabulary import Vocabulary
+
+#: States that an automaton may have: 1 kB each.
+MAX_STATES = 50_000
+#: Bytes of masks kept per automaton and vocabulary; beyond it they are computed anew each time.
+MASK_BYTES = 64_000_000
+
+#: Characters up to which a pattern is compiled in this process.
+SMALL = 10
+
+
+class ByteAutomaton:
+    """States, and the byte that leads from one to another.
+
+    Attributes:
+        table: int32 [states, 256]; the next state, or -1.
+        accepting: bool [states].
+        start: The first state; -1 if nothing matches at all.
+    """
+
+    def __init__(self, table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int) -> None:
+        self.table, self.accepting, self.start = _trimmed(table, accepting, start)
+        counts = (self.table >= 0).sum(axis=1)
+        only = np.where((counts == 1) & ~self.accepting, (self.table >= 0).argmax(axis=1), -1)
+        #: int16 [states]; the byte that must come next, or -1.
+        self.forced_byte: NDArray[np.int16] = only.astype(np.int16)
+        self._chains: dict[int, tuple[bytes, int]] = {}
+
+    def walk(self, state: int, text: bytes) -> int:
+        """The state after `text`, or -1."""
+        for byte in text:
+            if state < 0:
+                return -1
+            state = int(self.table[state, byte])
+        return state
+
+    def chain(self, state: int) -> tuple[bytes, int]:
+        """The longest text forced from `state`, and the state behind it."""
+        found = self._chains.get(state)
+        if found is None:
+            text, end = bytearray(), state
+            while (byte := int(self.forced_byte[end])) >= 0:
+                text.append(byte)
+                end = int(self.table[end, byte])
+            found = self._chains[state] = (bytes(text), end)
+        return found
+
+
+def _trimmed(
+    table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], int]:
+    """Cuts away the states from which no accepting state can be reached."""
+    alive = accepting.copy()
+    while True:
+        grown = alive | (np.where(table >= 0, alive[table], False)).any(axis=1)
+        if (grown == alive).all():
+            break
+        alive = grown
+    number = np.where(alive, np.cumsum(alive) - 1, -1).astype(np.int32)
+    kept = np.where(table >= 0, number[table], -1)[alive].astype(np.int32)
+    return kept, accepting[alive], int(number[start]) if len(number) else -1
+
+
+def byte_automaton(pattern: str, size: int, seconds: float) -> ByteAutomaton:
+    """Compiles a pattern that `regex_syntax.write` made.
+
+    Args:
+        pattern: The pattern.
+        size: Its `regex_syntax.size`; n characters give at most 2**n states, so a small one need not be killable.
+        seconds: Most time that it may take.
+
+    Raises:
+        TooManyStatesError: The automaton would be larger than MAX_STATES.
+        GrammarError: It takes too long or too much memory, or nothing can match.
+    """
+    table = byte_table(pattern, MAX_STATES) if size <= SMALL else PATTERNS.compile(pattern, MAX_STATES, seconds)
+    automaton = ByteAutomaton(*table)
+    if automaton.start < 0:
+        raise GrammarError("nothing can match the pattern", pointer="0")
+    return automaton
+
+
+def automaton_of_choices(choices: Sequence[bytes]) -> ByteAutomaton:
+    """The prefix tree of `choices`.
+
+    Raises:
+        GrammarError: They hold too many bytes.
+    """
+    total = sum(map(len, choices))
+    if total >= MAX_STATES:
+        raise GrammarError(f"the choices hold {total:,} bytes; the limit is {MAX_STATES:,}", pointer="", keyword="choices")
+    table = np.full((total + 1, 256), -1, dtype=np.int32)
+    accepting = np.zeros(total + 1, dtype=bool)
+    used = 1
+    for choice in choices:
+        state = 0
+        for byte in choice:
+            if table[state, byte] < 0:
+                table[state, byte] = used
+                used += 1
+            state = int(table[state, byte])
+        accepting[state] = True
+    return ByteAutomaton(table[:used], accepting[:used], 0)
+
+
+class TokenFsm:
+    """A byte automaton seen through one vocabulary."""
+
+    def __init__(self, automaton: ByteAutomaton, vocabulary: Vocabulary) -> None:
+        self.automaton = automaton
+        self.vocabulary = vocabulary
+        self._masks: dict[int, NDArray[np.int32]] = {}
+        self._runs: dict[tuple[int, int | None], tuple[int, ...]] = {}
+        self._eos = vocabulary.mask_of(vocabulary.eos_ids)
+        self._kept_masks = MASK_BYTES // (4 * vocabulary.words)
+        self._lock = threading.Lock()
+        self._nonempty = np.flatnonzero(vocabulary.lengths > 0)
+
+    def mask(self, state: int) -> NDArray[np.int32]:
+        """int32 [words]: tokens whose bytes stay inside the automaton, and the end tokens if `state` accepts."""
+        found = self._masks.get(state)
+        if found is None:
+            found = self._computed(state)
+            with self._lock:
+                if len(self._masks) < self._kept_masks:
+                    self._masks[state] = found
+        return found
+
+    def _computed(self, state: int) -> NDArray[np.int32]:
+        vocabulary, table = self.vocabulary, self.automaton.table
+        ids, states, depth = self._nonempty, np.full(len(self._nonempty), state, dtype=np.int32), 0
+        bits = np.zeros(vocabulary.words * 32, dtype=np.uint8)
+        while len(ids):
+            states = table[states, vocabulary.flat[vocabulary.starts[ids] + depth]]
+            depth += 1
+            alive = states >= 0
+            ids, states = ids[alive], states[alive]
+            done = vocabulary.lengths[ids] == depth
+            bits[ids[done]] = 1
+            ids, states = ids[~done], states[~done]
+        mask = np.packbits(bits, bitorder="little").view(np.int32)
+        if self.automaton.accepting[state]:
+            mask = mask | self._eos
+        mask.flags.writeable = False
+        return mask
+
+    def run(self, state: int, last_token: int | None) -> tuple[int, ...]:
+        """The canonical tokens forced from `state`, behind `last_token`."""
+        text, end = self.automaton.chain(state)
+        if not text:
+            return ()
+        key = state, last_token
+        found = self._runs.get(key)
+        if found is None:
+            ids = canonical_run(self.vocabulary, last_token, text, lambda tail: self.automaton.walk(end, tail) >= 0)
+            found = tuple(ids)
+            if len(self._runs) < 100_000:
+                self._runs[key] = found
+        return found
+
+    def warm(self) -> None:
+        """Makes every state's mask now (ahead of time), as far as the bound allows."""
+        for state in range(min(len(self.automaton.accepting), self._kept_masks)):
+            self.mask(state)
+
+
+class FsmMatcher:
+    """One sequence's position in a `TokenFsm`."""
+
+    def __init__(self, fsm: TokenFsm) -> None:
+        self._fsm = fsm
+        self._states = [fsm.automaton.start]
+        self._tokens: list[int] = []
+
+    @property
+    def _state(self) -> int:
+        return self._states[-1]
+
+    def fill(self, out: NDArray[np.int32]) -> None:
+        """Writes the mask into `out`, int32 [words]: one bit if a token is forced."""
+        run = self.forced()
+        if run:
+            out[:] = 0
+            out.view(np.uint32)[run[0] // 32] = np.uint32(1 << run[0] % 32)
+        else:
+            out[:] = self._fsm.mask(self._state)
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the token; False, and no change, if the automaton has no such way."""
+        text = self._fsm.vocabulary.token_bytes(token_id)
+        state = self._fsm.automaton.walk(self._state, text) if text else -1
+        if state < 0:
+            return False
+        self._states.append(state)
+        self._tokens.append(token_id)
+        return True
+
+    def forced(self) -> list[int]:
+        """The canonical tokens that must come next."""
+        return list(self._fsm.run(self._state, self._tokens[-1] if self._tokens else None))
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` tokens."""
+        del self._states[len(self._states) - count :]
+        del self._tokens[len(self._tokens) - count :]
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the text may end here."""
+        return bool(self._fsm.automaton.accepting[self._state])
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow."""
+        return self.accepting and not (self._fsm.automaton.table[self._state] >= 0).any()
