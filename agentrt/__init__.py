@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 #: Public name -> the module that defines it.
 _HOME: dict[str, str] = {
-    "Engine": "agentrt.backends.local",
+    "Engine": "agentrt.runtime",
     "AbortedError": "agentrt.errors",
     "AgentrtError": "agentrt.errors",
     "ConstraintError": "agentrt.errors",
@@ -41,7 +41,7 @@ _HOME: dict[str, str] = {
     "set_default_backend": "agentrt.backend",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
@@ -65,7 +65,6 @@ _backend.set_default_factory(_default_engine)
 
 if TYPE_CHECKING:
     from agentrt.backend import set_default_backend as set_default_backend
-    from agentrt.backends.local import Engine as Engine
     from agentrt.config import EngineConfig as EngineConfig
     from agentrt.errors import AbortedError as AbortedError
     from agentrt.errors import AgentrtError as AgentrtError
@@ -89,3 +88,4 @@ if TYPE_CHECKING:
     from agentrt.request import TokenDelta as TokenDelta
     from agentrt.request import TokenLogprob as TokenLogprob
     from agentrt.request import Usage as Usage
+    from agentrt.runtime import Engine as Engine

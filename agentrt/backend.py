@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from agentrt.errors import UserError
-from agentrt.request import Completion, FinishReason, Request, Sample, TokenDelta, TokenLogprob, Usage
+from agentrt.request import Completion, FinishReason, Request, Sample, SamplingParams, TokenDelta, TokenLogprob, Usage
 
 Sink = Callable[[TokenDelta], None]
 Message = Mapping[str, Any]
@@ -92,6 +92,33 @@ class Capabilities:
     max_context: int = 0
     kv_tokens: int | None = None
     vision: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the door has to know of an engine that runs.
+
+    Attributes:
+        max_context: Most tokens of prompt and output together.
+        kv_tokens: Token slots.
+        page_size: Tokens a page.
+        vocab_size: Width of the logits.
+        max_running: Most sequences in a step.
+        dtype: Of weights and activations.
+        device: Where it computes.
+        threads: Threads of torch.
+        sampling: The model's own sampling defaults.
+    """
+
+    max_context: int
+    kv_tokens: int
+    page_size: int
+    vocab_size: int
+    max_running: int
+    dtype: str
+    device: str
+    threads: int
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +298,13 @@ class _SampleParts:
 
 def complete(backend: Backend, request: Request) -> Completion:
     """Runs one request to its end and returns the whole answer; raises as `stream` does."""
+    return collect(request, stream(backend, request))
+
+
+def collect(request: Request, deltas: Iterable[TokenDelta]) -> Completion:
+    """Adds a stream up to a completion."""
     collector = Collector(request)
-    for delta in stream(backend, request):
+    for delta in deltas:
         completion = collector.add(delta)
         if completion is not None:
             return completion

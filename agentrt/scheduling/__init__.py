@@ -1,0 +1,1 @@
+"""Sequences, policies and plans: what each step computes. No tensors."""

@@ -41,8 +41,9 @@ class Run:
         token_ids: The new tokens, at least one.
         start: Position of the first of them: the sequence's computed_tokens.
         slots: Where their KV goes, one per token.
-        sample: Whether the token after the last is to be sampled.
-        logits_at: Further offsets in the run whose logits are wanted, to score the token that follows each.
+        sample_at: Offsets in the run after which a token is to be sampled: none (a prefill chunk), the last (a decode, the
+            end of a prompt), or several (a draft: each guess is kept while it equals what was sampled before it).
+        score_at: Offsets in the run after which the sequence's own next token is to be scored.
         parents: For a tree of guesses, each token's parent offset in the run; None for a plain chain.
     """
 
@@ -50,8 +51,8 @@ class Run:
     token_ids: tuple[int, ...]
     start: int
     slots: tuple[int, ...]
-    sample: bool
-    logits_at: tuple[int, ...] = ()
+    sample_at: tuple[int, ...] = ()
+    score_at: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
 
 
@@ -91,14 +92,14 @@ class Sampled:
     """What came of one run.
 
     Attributes:
-        token_id: The sampled token, or None if none was asked for or the logits were not finite.
-        logprob: Its log-probability and alternatives, if the request asks for them.
-        scores: For each of the run's `logits_at`, the log-probability of the token that follows in the sequence.
+        token_ids: What was sampled at each of the run's `sample_at`; empty if the logits were not finite.
+        logprobs: Their log-probabilities and alternatives, if the request asks for them.
+        scores: For each of the run's `score_at`, the log-probability of the token that follows in the sequence.
         error: What was wrong with this sequence's logits, or "".
     """
 
-    token_id: int | None
-    logprob: TokenLogprob | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
     error: str = ""
 

@@ -1,0 +1,134 @@
+"""Builds an engine from a config and a model folder: what "a sensible choice for this machine" means is decided here."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from agentrt.attention.torch_cpu import TorchAttention
+from agentrt.backend import EngineFacts
+from agentrt.cache.eviction import eviction_policy
+from agentrt.cache.page_pool import PagePool
+from agentrt.cache.prefix_cache import PrefixCache
+from agentrt.config import EngineConfig, SchedulerConfig
+from agentrt.engine.engine import EngineCore
+from agentrt.engine.executor import LocalExecutor
+from agentrt.engine.kv_store import KVStore, bytes_per_token
+from agentrt.engine.model_runner import ModelRunner
+from agentrt.engine.sampler import Sampler
+from agentrt.errors import UserError
+from agentrt.models.loader import GenerationDefaults, LoadedModel, load_model
+from agentrt.request import SamplingParams
+from agentrt.scheduling.policy import POLICIES
+from agentrt.scheduling.scheduler import Budget, Scheduler
+from agentrt.text.tokenizer import Tokenizer
+
+#: Share of the free memory that the KV store may take, and the most tokens that it is given without being asked.
+KV_SHARE = 0.3
+KV_TOKENS = 1 << 17
+
+
+def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tuple[EngineCore, EngineFacts]:
+    """Loads the model and wires an engine around it.
+
+    Args:
+        config: As the user gave it.
+        folder: The model's, in Hugging Face's layout.
+        tokenizer: The model's.
+
+    Raises:
+        UserError: The config does not fit the machine or the model.
+    """
+    device = _device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    dtype = _dtype(config.dtype, device)
+    model = load_model(folder, dtype, device)
+    max_context = min(model.config.max_context, config.max_context or model.config.max_context)
+    page_size = config.cache.page_size or (1 if device.type == "cpu" else 16)
+    pages = max(_kv_tokens(config.cache.kv_tokens, model, dtype, device) // page_size, 1)
+    cache = PrefixCache(
+        PagePool(pages, page_size),
+        eviction_policy(config.cache.eviction, pages),
+        enabled=config.cache.prefix_cache,
+        hold_share=config.cache.hold_share,
+    )
+    budget = _budget(config.scheduler, device)
+    policy = POLICIES[config.scheduler.policy]
+    scheduler = Scheduler(cache, budget, policy, clock=time.monotonic, max_wait=config.scheduler.max_wait)
+    store = KVStore(model.config, pages * page_size, dtype, device)
+    runner = ModelRunner(model, store, TorchAttention(), device)
+    executor = LocalExecutor(runner, Sampler(_allowed(model, tokenizer), model.generation.eos_ids), model.config.vocab_size)
+    core = EngineCore(
+        scheduler,
+        executor,
+        cache,
+        tokenizer,
+        eos_ids=model.generation.eos_ids,
+        max_length=min(max_context, pages * page_size),
+        check=config.cache.check,
+    )
+    facts = EngineFacts(
+        max_context=max_context,
+        kv_tokens=pages * page_size,
+        page_size=page_size,
+        vocab_size=model.config.vocab_size,
+        max_running=budget.max_running,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        threads=torch.get_num_threads(),
+        sampling=_sampling(model.generation),
+    )
+    return core, facts
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device is {name!r}, but torch sees no GPU here; use device='cpu'", param="device")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """bfloat16 pays only where the processor multiplies it; elsewhere it is emulated, slower than float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _kv_tokens(asked: int | None, model: LoadedModel, dtype: torch.dtype, device: torch.device) -> int:
+    if asked is not None:
+        return asked
+    free = psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return min(int(free * KV_SHARE) // bytes_per_token(model.config, dtype), KV_TOKENS)
+
+
+def _budget(config: SchedulerConfig, device: torch.device) -> Budget:
+    cpu = device.type == "cpu"
+    step_tokens = config.step_tokens or (512 if cpu else 2048)
+    return Budget(
+        step_tokens=step_tokens,
+        prefill_tokens=config.prefill_tokens or max(step_tokens // 2, 1),
+        max_running=config.max_running or (64 if cpu else 256),
+    )
+
+
+def _allowed(model: LoadedModel, tokenizer: Tokenizer) -> torch.Tensor:
+    ids = [token_id for token_id in range(min(tokenizer.vocab_size, model.config.vocab_size)) if tokenizer.token_exists(token_id)]
+    allowed = model.allowed_tokens(ids)
+    return torch.ones(model.config.vocab_size, dtype=torch.bool) if allowed is None else allowed
+
+
+def _sampling(defaults: GenerationDefaults) -> SamplingParams:
+    """What the model's makers recommend, as SamplingParams."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
+    return SamplingParams(**given)

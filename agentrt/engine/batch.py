@@ -1,0 +1,158 @@
+"""From a plan to tensors: the executor's memory of each sequence, and the batch that the model runs on.
+
+A plan says only what is new; the slots and the way to sample of every running sequence are kept here, in step with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrt.attention.base import AttentionBatch
+from agentrt.engine.penalties import Penalties, wants_penalties
+from agentrt.request import SamplingParams
+from agentrt.scheduling.plan import Admission, Run, StepPlan
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What the executor remembers of a running sequence.
+
+    Attributes:
+        sampling: How to choose its tokens.
+        seed: Of the sample.
+        prompt_length: Tokens of its prompt.
+        admitted_length: Tokens it had when it was admitted.
+        token_ids: Every token known, for penalties and scores; up to `admitted_length` they are known before they are fed.
+        slots: int64 [capacity]: the slot of each position; valid up to what was computed.
+        penalties: Occurrences of tokens, if a penalty is asked for.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    prompt_length: int
+    admitted_length: int
+    token_ids: list[int]
+    slots: NDArray[np.int64]
+    penalties: Penalties | None
+
+    def place(self, start: int, slots: tuple[int, ...]) -> None:
+        """Says where the positions from `start` on are."""
+        stop = start + len(slots)
+        if stop > len(self.slots):
+            grown = np.zeros(max(stop, 2 * len(self.slots)), dtype=np.int64)
+            grown[: len(self.slots)] = self.slots
+            self.slots = grown
+        self.slots[start:stop] = slots
+
+    def feed(self, run: Run) -> None:
+        """Takes a run's tokens; what else lay beyond its start was a rejected draft."""
+        known = max(run.start, self.admitted_length)
+        new = run.token_ids[max(known - run.start, 0) :]
+        if self.penalties is not None:
+            self.penalties.remove(self.token_ids[known:])
+            self.penalties.add(new)
+        self.token_ids[known:] = new
+        self.place(run.start, run.slots)
+
+
+class SequenceStates:
+    """The states of all running sequences, kept in step with the plans."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Makes an empty memory.
+
+        Args:
+            vocab_size: Width of the logits.
+        """
+        self._vocab_size = vocab_size
+        self._states: dict[int, SequenceState] = {}
+
+    def __getitem__(self, sequence_id: int) -> SequenceState:
+        return self._states[sequence_id]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Follows a plan: who left, who joined, which slots changed, what is fed."""
+        for sequence_id in plan.released:
+            self._states.pop(sequence_id, None)
+        for admission in plan.admitted:
+            self._states[admission.sequence_id] = _admitted(admission, self._vocab_size)
+        for remap in plan.remaps:
+            self._states[remap.sequence_id].place(remap.start, remap.slots)
+        for run in plan.runs:
+            self._states[run.sequence_id].feed(run)
+
+
+def _admitted(admission: Admission, vocab_size: int) -> SequenceState:
+    slots = np.zeros(len(admission.token_ids) + 64, dtype=np.int64)
+    slots[: len(admission.slots)] = admission.slots
+    penalties = None
+    if wants_penalties(admission.sampling):
+        penalties = Penalties(vocab_size, admission.token_ids, admission.prompt_length)
+    return SequenceState(
+        sampling=admission.sampling,
+        seed=admission.seed,
+        prompt_length=admission.prompt_length,
+        admitted_length=len(admission.token_ids),
+        token_ids=list(admission.token_ids),
+        slots=slots,
+        penalties=penalties,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """What the model runs on.
+
+    Attributes:
+        token_ids: int64 [tokens].
+        positions: int64 [tokens].
+        attention: Which tokens see which slots.
+        logits_rows: int64 [rows]: tokens whose logits are wanted: first all to score, then all to sample from.
+        scored: How many of those rows are to score.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    logits_rows: Tensor
+    scored: int
+
+
+def forward_batch(plan: StepPlan, states: SequenceStates, device: torch.device) -> ForwardBatch:
+    """Makes the tensors of a step. The states must have applied the plan."""
+    token_ids: list[int] = []
+    positions: list[NDArray[np.int64]] = []
+    slots: list[Tensor] = []
+    new_slots: list[int] = []
+    score_rows: list[int] = []
+    sample_rows: list[int] = []
+    for run in plan.runs:
+        first, count = len(token_ids), len(run.token_ids)
+        score_rows.extend(first + offset for offset in run.score_at)
+        sample_rows.extend(first + offset for offset in run.sample_at)
+        token_ids.extend(run.token_ids)
+        new_slots.extend(run.slots)
+        positions.append(np.arange(run.start, run.start + count))
+        slots.append(torch.from_numpy(states[run.sequence_id].slots[: run.start + count]).to(device))
+    attention = AttentionBatch(
+        query_lengths=tuple(len(run.token_ids) for run in plan.runs),
+        context_lengths=tuple(run.start for run in plan.runs),
+        slots=tuple(slots),
+        new_slots=torch.tensor(new_slots, dtype=torch.int64, device=device),
+        prepared={},
+    )
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        attention=attention,
+        logits_rows=torch.tensor(score_rows + sample_rows, dtype=torch.int64, device=device),
+        scored=len(score_rows),
+    )

@@ -1,0 +1,229 @@
+"""The step loop: plan, run, sample, commit. One thread calls everything here.
+
+A request comes in as ids and leaves as deltas. Its grammar is compiled elsewhere, by threads of their own, and the
+request waits for it while others run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any
+
+from agentrt.backend import FlushReport, Load, Tokenizer
+from agentrt.cache.prefix_cache import PrefixCache
+from agentrt.engine.executor import Executor
+from agentrt.engine.live_request import LiveRequest
+from agentrt.engine.masks import MaskMaker
+from agentrt.engine.output import SampleOutput
+from agentrt.errors import AbortedError, AgentrtError
+from agentrt.grammar.compiler import CompiledGrammar
+from agentrt.request import FinishReason, Request, TokenDelta, Usage
+from agentrt.scheduling.scheduler import Scheduler, Update
+from agentrt.scheduling.sequence import Sequence
+
+
+class EngineCore:
+    """Answers requests, step by step."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        cache: PrefixCache,
+        tokenizer: Tokenizer,
+        *,
+        eos_ids: Many[int],
+        max_length: int,
+        check: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes an engine without requests.
+
+        Args:
+            scheduler: Plans steps.
+            executor: Runs them.
+            cache: The scheduler's cache.
+            tokenizer: Gives the bytes of tokens.
+            eos_ids: The model's end tokens.
+            max_length: Most tokens of prompt and output together: the context's or the pool's, whichever is less.
+            check: Check the slot equation after every step.
+            clock: Seconds.
+        """
+        self._scheduler = scheduler
+        self._executor = executor
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._max_length = max_length
+        self._check = check
+        self._clock = clock
+        self._masks = MaskMaker()
+        self._live: dict[str, LiveRequest] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._next_sequence = 0
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self._scheduler.idle
+
+    def submit(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        """Takes a request; the next steps answer it. It was checked at the door, and its grammar is compiled."""
+        now = self._clock()
+        outputs = [self._output(request, grammar) for _ in range(request.sampling.n)]
+        sequences = [self._sequence(request, index, output, grammar, now) for index, output in enumerate(outputs)]
+        checked = grammar is not None and grammar.checked
+        self._live[request.request_id] = LiveRequest(request, sequences, outputs, checked=checked, now=now)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (now + request.deadline, request.request_id))
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def _output(self, request: Request, grammar: CompiledGrammar | None) -> SampleOutput:
+        if grammar is None:
+            return SampleOutput(self._tokenizer, request.sampling)
+        verify = grammar.verify if grammar.checked else None
+        return SampleOutput(self._tokenizer, request.sampling, new_cursor=grammar.cursor, verify=verify)
+
+    def _sequence(self, request: Request, index: int, output: SampleOutput, grammar: CompiledGrammar | None, now: float) -> Sequence:
+        sampling = request.sampling
+        limit = self._max_length if sampling.max_tokens is None else len(request.prompt_ids) + sampling.max_tokens
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
+        self._next_sequence += 1
+        return Sequence(
+            sequence_id=self._next_sequence,
+            request=request,
+            index=index,
+            seed=(sampling.seed or 0) * 1_000_003 + index * 7919,
+            arrival=now,
+            max_length=min(limit, self._max_length),
+            end_ids=ends,
+            watch=output,
+            cursor=None if grammar is None else grammar.cursor(),
+        )
+
+    def abort(self, request_id: str, error: AgentrtError | None = None) -> None:
+        """Ends a request now, with `error` or FinishReason.ABORT; unknown ids are ignored."""
+        live = self._live.get(request_id)
+        for sequence in live.sequences if live else ():
+            self._scheduler.abort(sequence, error)
+
+    def never_started(self, request_id: str) -> TokenDelta:
+        """The last delta of a request that was cancelled before it was submitted here."""
+        return TokenDelta(request_id, finish_reason=FinishReason.ABORT, usage=Usage())
+
+    def abort_all(self, error: AgentrtError) -> list[TokenDelta]:
+        """Ends every request with `error`."""
+        for request_id in list(self._live):
+            self.abort(request_id, error)
+        return self._tell(self._scheduler.take_ended())
+
+    def step(self) -> list[TokenDelta]:
+        """Runs one step, if there is anything to compute; returns what it gave."""
+        self._abort_overdue()
+        plan = self._scheduler.plan()
+        if plan is None:
+            return self._tell(self._scheduler.take_ended())
+        masks = self._masks.start(plan, self._scheduler.sequences())
+        pending = self._executor.launch(plan)
+        output = pending.finish(masks.result())
+        updates = self._scheduler.commit(plan, output)
+        self._counts.update(steps=1, computed_tokens=plan.tokens, model_seconds=output.seconds)
+        deltas = self._tell(updates)
+        if self._check:
+            self.check()
+        elif self._scheduler.idle:
+            self._cache.check_counts(self._scheduler.private_pages)
+        return deltas
+
+    def _tell(self, updates: list[Update]) -> list[TokenDelta]:
+        """Turns updates into deltas; a request of which one sample failed ends with it."""
+        now = self._clock()
+        deltas: list[TokenDelta] = []
+        while updates:
+            for update in updates:
+                live = self._live.get(update.sequence.request.request_id)
+                if live is None:
+                    continue
+                deltas.extend(live.deltas(update, now))
+                if live.over:
+                    self._end(live, now)
+            updates = self._scheduler.take_ended()
+        return deltas
+
+    def _end(self, live: LiveRequest, now: float) -> None:
+        del self._live[live.request.request_id]
+        for sequence in live.sequences:
+            self._scheduler.abort(sequence)
+        usage = live.usage(now)
+        self._counts.update(
+            requests=1,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            forced_tokens=usage.forced_tokens,
+            passes_saved=usage.passes_saved,
+            resamples=usage.resamples,
+        )
+
+    def _abort_overdue(self) -> None:
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            live = self._live.get(request_id)
+            if live is not None:
+                self.abort(request_id, AbortedError(f"the deadline of {live.request.deadline:g} s passed"))
+
+    def check(self) -> None:
+        """Checks that every page is in exactly one place.
+
+        Raises:
+            RuntimeError: One is not.
+        """
+        self._cache.check(self._scheduler.private_pages)
+
+    # -- what may be asked of it between steps ---------------------------------------------------------------------------
+
+    def flush_cache(self) -> FlushReport:
+        """Frees every cached token that no sequence uses."""
+        return FlushReport(*self._cache.flush())
+
+    def cached_prefix(self, ids: Many[int], cache_salt: str) -> int:
+        """How many leading tokens of `ids` are cached."""
+        return self._cache.match_length(list(ids), cache_salt)
+
+    def hold(self, program: str, seconds: float) -> None:
+        """Keeps a program's prefixes while it waits."""
+        self._cache.hold(program, seconds)
+
+    def end_program(self, program: str) -> None:
+        """A program will make no more calls."""
+        self._cache.end_program(program)
+
+    def load(self) -> Load:
+        """How busy it is."""
+        used = 1 - self._cache.available_pages / self._cache.pool.total
+        return Load(self._scheduler.running, self._scheduler.waiting, used)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start."""
+        return {
+            **self._counts,
+            "running": self._scheduler.running,
+            "waiting": self._scheduler.waiting,
+            "preemptions": self._scheduler.preemptions,
+            "cached_tokens_now": self._cache.cached_tokens,
+            "locked_tokens_now": self._cache.locked_tokens,
+            "kv_tokens": self._cache.pool.total * self._cache.page_size,
+            "evicted_tokens": self._cache.evicted_tokens_total,
+            "tree_nodes": self._cache.nodes,
+        }
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._masks.close()

@@ -1,0 +1,123 @@
+"""Runs plans: the one place where a plan becomes tensors and tensors become a `StepOutput`.
+
+`launch` starts a step and answers at once with a `PendingStep`; `finish` takes the grammars' masks, which were computed
+meanwhile, and samples. One process and one device now; the plan is all that several ranks would need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrt.engine.batch import SequenceStates, forward_batch
+from agentrt.engine.model_runner import ModelRunner
+from agentrt.engine.sampler import Choice, Row, Sampler
+from agentrt.request import TokenLogprob
+from agentrt.scheduling.plan import Run, Sampled, StepOutput, StepPlan
+
+#: For each sequence with a grammar, int32 [len(sample_at), words].
+Masks = Mapping[int, NDArray[np.int32]]
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def finish(self, masks: Masks) -> StepOutput:
+        """Samples, and waits for the result."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps, in order."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Starts a step."""
+        ...
+
+
+class LocalExecutor:
+    """Runs steps in this thread."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler, vocab_size: int) -> None:
+        """Makes an executor without sequences.
+
+        Args:
+            runner: The model.
+            sampler: Chooses tokens.
+            vocab_size: Width of the logits.
+        """
+        self._runner = runner
+        self._sampler = sampler
+        self._states = SequenceStates(vocab_size)
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Computes the plan's tokens."""
+        started = time.perf_counter()
+        self._states.apply(plan)
+        batch = forward_batch(plan, self._states, self._runner.device)
+        hidden = self._runner.forward(batch)
+        return _LocalStep(self, plan, hidden[: batch.scored], hidden[batch.scored :], started)
+
+    def finish(self, plan: StepPlan, to_score: Tensor, to_sample: Tensor, masks: Masks) -> StepOutput:
+        """Scores and samples what `launch` computed."""
+        scores = iter(self._runner.score(to_score, self._targets(plan)))
+        rows = [row for run in plan.runs for row in self._rows(run, masks)]
+        choices = iter(self._sampler.sample(self._runner.logits(to_sample), rows) if rows else ())
+        sampled: dict[int, Sampled] = {}
+        for run in plan.runs:
+            own_scores = tuple(next(scores) for _ in run.score_at)
+            sampled[run.sequence_id] = _sampled([next(choices) for _ in run.sample_at], own_scores)
+        return StepOutput(sampled)
+
+    def _targets(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """The tokens to score, and how many alternatives of each."""
+        targets: list[tuple[int, int]] = []
+        for run in plan.runs:
+            state = self._states[run.sequence_id]
+            count = state.sampling.prompt_logprobs or 0
+            targets.extend((state.token_ids[run.start + offset + 1], count) for offset in run.score_at)
+        return targets
+
+    def _rows(self, run: Run, masks: Masks) -> list[Row]:
+        state = self._states[run.sequence_id]
+        mask = masks.get(run.sequence_id)
+        rows = []
+        for index, offset in enumerate(run.sample_at):
+            position = run.start + offset + 1
+            rows.append(
+                Row(
+                    state.sampling,
+                    state.seed,
+                    position,
+                    position - state.prompt_length,
+                    state.penalties,
+                    run.token_ids[offset + 1 :],
+                    None if mask is None else mask[index],
+                )
+            )
+        return rows
+
+
+class _LocalStep:
+    def __init__(self, executor: LocalExecutor, plan: StepPlan, to_score: Tensor, to_sample: Tensor, started: float) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._hidden = (to_score, to_sample)
+        self._started = started
+
+    def finish(self, masks: Masks) -> StepOutput:
+        output = self._executor.finish(self._plan, *self._hidden, masks)
+        return StepOutput(output.sampled, time.perf_counter() - self._started)
+
+
+def _sampled(choices: list[Choice], scores: tuple[TokenLogprob, ...]) -> Sampled:
+    error = next((choice.error for choice in choices if choice.error), "")
+    if error:
+        return Sampled(scores=scores, error=error)
+    logprobs = tuple(choice.logprob for choice in choices if choice.logprob is not None)
+    return Sampled(tuple(choice.token_id for choice in choices), logprobs, scores)

@@ -1,0 +1,55 @@
+"""Grammar masks for a step, computed in a second thread while the model runs.
+
+A mask depends only on tokens that are known before the forward pass, so it costs nothing where a core is free. For a
+draft the cursor walks the guesses, giving a mask after each, and is rolled back: guesses are not part of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrt.engine.executor import Masks
+from agentrt.grammar.cursor import GrammarCursor
+from agentrt.scheduling.plan import StepPlan
+from agentrt.scheduling.sequence import Sequence
+
+
+class MaskMaker:
+    """Makes the masks of a step's sequences."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrt-masks")
+
+    def start(self, plan: StepPlan, sequences: Iterable[Sequence]) -> Future[Masks]:
+        """Begins with the masks of those runs of `plan` that sample under a grammar; their cursors are not to be touched until it is done."""
+        wanted = {run.sequence_id for run in plan.runs if run.sample_at}
+        constrained = [s for s in sequences if s.cursor is not None and s.sequence_id in wanted]
+        if not constrained:
+            empty: Future[Masks] = Future()
+            empty.set_result({})
+            return empty
+        return self._thread.submit(lambda: {s.sequence_id: _masks(s) for s in constrained})
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=True)
+
+
+def _masks(sequence: Sequence) -> NDArray[np.int32]:
+    """int32 [1 + drafted, words]."""
+    cursor = sequence.cursor
+    assert isinstance(cursor, GrammarCursor)
+    masks = [cursor.allowed()]
+    taken = 0
+    for guess in sequence.token_ids[len(sequence.token_ids) - sequence.drafted :]:
+        if not cursor.advance(guess):
+            break
+        taken += 1
+        masks.append(cursor.allowed())
+    cursor.rollback(taken)
+    masks.extend([masks[-1]] * (1 + sequence.drafted - len(masks)))
+    return np.stack(masks)

@@ -1,0 +1,53 @@
+"""Runs the model on a batch: hidden states of every token, logits of the wanted rows, scores of given tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agentrt.attention.base import Attention
+from agentrt.engine.batch import ForwardBatch
+from agentrt.engine.kv_store import KVStore
+from agentrt.engine.sampler import token_logprob
+from agentrt.models.loader import LoadedModel
+from agentrt.request import TokenLogprob
+
+#: Rows of logits made at once when scoring; bounds memory to this many times the vocabulary.
+SCORE_ROWS = 64
+
+
+class ModelRunner:
+    """A model, its KV store and its attention."""
+
+    def __init__(self, model: LoadedModel, store: KVStore, attention: Attention, device: torch.device) -> None:
+        """Puts them together; all on `device`."""
+        self.device = device
+        self._decoder = model.decoder
+        self._store = store
+        self._attention = attention
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Computes the batch's tokens and writes their KV; returns the hidden states of `logits_rows`: [rows, width]."""
+        hidden = self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
+        return hidden.index_select(0, batch.logits_rows)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [rows, width] to float32 logits [rows, vocab]."""
+        return self._decoder.logits(hidden)
+
+    @torch.inference_mode()
+    def score(self, hidden: Tensor, targets: list[tuple[int, int]]) -> list[TokenLogprob]:
+        """Log-probability of given tokens.
+
+        Args:
+            hidden: [rows, width].
+            targets: For each row, the token that follows and how many alternatives to give.
+        """
+        scores: list[TokenLogprob] = []
+        for start in range(0, len(targets), SCORE_ROWS):
+            logprobs = self.logits(hidden[start : start + SCORE_ROWS]).log_softmax(-1)
+            for row, (token_id, count) in zip(logprobs, targets[start : start + SCORE_ROWS], strict=True):
+                scores.append(token_logprob(row, token_id, count))
+        return scores

@@ -1,0 +1,177 @@
+"""The engine's loop in a thread or a process of its own: messages in, messages out.
+
+In: ``("submit", request)``, ``("abort", request_id)``, ``("call", call_id, method, arguments)``, ``("close",)``.
+Out: ``("ready", facts)`` once, ``("deltas", [...])``, ``("result", call_id, value)``, and ``("failed", error)`` last of all.
+
+As a process (``python -m agentrt.engine.worker READ_FD WRITE_FD``) it talks over two pipes that only its parent holds, and ends when
+they close, so that it is never an orphan.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from agentrt.config import EngineConfig
+from agentrt.engine.assembly import build_engine
+from agentrt.engine.engine import EngineCore
+from agentrt.errors import AgentrtError, EngineError, RequestError
+from agentrt.grammar import CompiledGrammar, compile
+from agentrt.request import Request, TokenDelta
+from agentrt.text import Tokenizer, load_tokenizer
+
+Message = tuple[Any, ...]
+Inbox = queue.SimpleQueue[Message]
+Send = Callable[[Message], None]
+
+#: What may be called between steps.
+CALLS = ("flush_cache", "cached_prefix", "hold", "end_program", "load", "stats")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """What a worker is to be: the config, and the folder of the model that it names."""
+
+    config: EngineConfig
+    folder: Path
+
+
+class Worker:
+    """Runs an engine until it is told to close."""
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer, inbox: Inbox, send: Send) -> None:
+        """Makes a worker.
+
+        Args:
+            core: The engine; used by the thread that calls `run` alone.
+            tokenizer: The model's, for compiling grammars.
+            inbox: Messages in, from any thread.
+            send: Takes messages out; called by the thread that calls `run`.
+        """
+        self._core = core
+        self._tokenizer = tokenizer
+        self._inbox = inbox
+        self._send = send
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="agentrt-grammar")
+        self._compiling: set[str] = set()  # requests whose grammar is being compiled
+        self._open = True
+
+    def run(self) -> None:
+        """Takes messages and steps, until closed. An error of the engine itself goes to every pending request."""
+        try:
+            while self._open:
+                self._take_messages()
+                if self._open:
+                    self._tell(self._core.step())
+            self._tell(self._core.abort_all(EngineError("the engine was shut down")))
+        except Exception as error:
+            self._send(("failed", EngineError(f"the engine stopped: {error!r}\n{traceback.format_exc()}")))
+        finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+            self._core.close()
+
+    def _tell(self, deltas: list[TokenDelta]) -> None:
+        if deltas:
+            self._send(("deltas", deltas))
+
+    def _take_messages(self) -> None:
+        """Takes all messages there are; waits for one if there is nothing else to do."""
+        while self._open:
+            try:
+                message = self._inbox.get(block=self._core.idle)
+            except queue.Empty:
+                return
+            getattr(self, f"_on_{message[0]}")(*message[1:])
+
+    def _on_submit(self, request: Request) -> None:
+        spec = request.sampling.grammar
+        if spec is None:
+            self._core.submit(request)
+            return
+        self._compiling.add(request.request_id)
+        future = self._compilers.submit(compile, spec, self._tokenizer, request.sampling.strict)
+        future.add_done_callback(lambda done: self._inbox.put(("compiled", request, done)))
+
+    def _on_compiled(self, request: Request, done: Any) -> None:
+        if request.request_id not in self._compiling:
+            return  # aborted meanwhile
+        self._compiling.remove(request.request_id)
+        error = done.exception()
+        if error is None:
+            grammar: CompiledGrammar = done.result()
+            self._core.submit(request, grammar)
+        else:
+            self._tell([TokenDelta(request.request_id, error=_request_error(error))])
+
+    def _on_abort(self, request_id: str) -> None:
+        if request_id in self._compiling:
+            self._compiling.remove(request_id)
+            self._tell([self._core.never_started(request_id)])
+        self._core.abort(request_id)
+
+    def _on_call(self, call_id: int, method: str, arguments: tuple[Any, ...]) -> None:
+        if method not in CALLS:
+            raise ValueError(f"{method} is not one of {CALLS}")
+        self._send(("result", call_id, getattr(self._core, method)(*arguments)))
+
+    def _on_close(self) -> None:
+        self._open = False
+
+
+def _request_error(error: BaseException) -> AgentrtError:
+    return error if isinstance(error, AgentrtError) else RequestError(f"the constraint could not be compiled: {error!r}")
+
+
+def start(order: WorkerOrder, inbox: Inbox, send: Send) -> None:
+    """Builds the engine and runs it in this thread until it is closed; an engine that cannot be built says why."""
+    try:
+        tokenizer = load_tokenizer(str(order.folder))
+        core, facts = build_engine(order.config, order.folder, tokenizer)
+    except Exception as error:
+        known = isinstance(error, AgentrtError)
+        send(("failed", error if known else EngineError(f"the engine did not start: {error!r}\n{traceback.format_exc()}")))
+        return
+    send(("ready", facts))
+    Worker(core, tokenizer, inbox, send).run()
+
+
+def main() -> None:
+    """The worker process: its parent's pipes are the only way in and out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes us
+    reader, writer = Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+    inbox: Inbox = queue.SimpleQueue()
+    order = WorkerOrder(*reader.recv())
+    threading.Thread(target=_read, args=(reader, inbox), daemon=True).start()
+    start(order, inbox, _sender(writer))
+
+
+def _read(reader: Connection, inbox: Inbox) -> None:
+    while True:
+        try:
+            inbox.put(reader.recv())
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is gone, and with it everyone who could want an answer
+
+
+def _sender(writer: Connection) -> Send:
+    def send(message: Message) -> None:
+        try:
+            writer.send(message)
+        except OSError:
+            os._exit(1)
+
+    return send
+
+
+if __name__ == "__main__":
+    main()

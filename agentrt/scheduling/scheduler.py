@@ -1,0 +1,494 @@
+"""The scheduler: decides what each step computes, and takes in what came of it. No tensors, no text, no clock of its own.
+
+One rule for all work: in a step every chosen sequence contributes a run of new tokens on top of its computed ones, under
+a budget of tokens. The order is: sequences that run, oldest first; then waiting ones, in the policy's order. When the
+pool is empty the youngest running sequence gives its pages back and waits again (preemption by recompute; what it had
+published stays in the tree while there is room), so the oldest can always go on, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from agentrt.cache.prefix_cache import PrefixCache
+from agentrt.errors import AgentrtError, ConstraintError, NumericalError, TooLongError
+from agentrt.request import FinishReason, TokenLogprob
+from agentrt.scheduling.admission import WaitingQueue
+from agentrt.scheduling.in_flight import InFlight
+from agentrt.scheduling.plan import Admission, Remap, Run, Sampled, StepOutput, StepPlan
+from agentrt.scheduling.policy import Policy, View
+from agentrt.scheduling.sequence import Sequence, Status
+
+#: Decoded tokens after which a sequence publishes, so that siblings and later turns can use them.
+PUBLISH_EVERY = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bounds on one step.
+
+    Attributes:
+        step_tokens: Most new tokens, over all sequences.
+        prefill_tokens: Most of those in prefill chunks while another sequence decodes.
+        max_running: Most sequences.
+    """
+
+    step_tokens: int
+    prefill_tokens: int
+    max_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a step gave one sequence.
+
+    Attributes:
+        sequence: Whose it is.
+        token_ids: Tokens appended to it: sampled, then forced.
+        forced: For each, whether it was forced.
+        logprobs: For each, if asked for.
+        ended: Whether it finished or failed in this step.
+        restarted: Whether its answer was begun anew: what was told before is void.
+    """
+
+    sequence: Sequence
+    token_ids: tuple[int, ...] = ()
+    forced: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    ended: bool = False
+    restarted: bool = False
+
+
+class Scheduler:
+    """Plans steps over sequences; owns every page that is not free or in the tree."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        budget: Budget,
+        policy: Policy,
+        *,
+        clock: Callable[[], float],
+        max_wait: float,
+    ) -> None:
+        """Makes a scheduler without sequences.
+
+        Args:
+            cache: Pages and prefixes.
+            budget: Bounds on a step.
+            policy: Order of admission.
+            clock: Seconds; the simulator gives a virtual one.
+            max_wait: Bound on how long a sequence can be passed over, seconds.
+        """
+        self._cache = cache
+        self._page_size = cache.page_size
+        self._budget = budget
+        self._clock = clock
+        self._in_flight = InFlight()
+        self._waiting = WaitingQueue(policy, self._view, max_wait)
+        self._running: dict[int, Sequence] = {}  # in order of admission
+        self._runs: dict[int, Run] = {}  # of the step being planned
+        self._released: list[int] = []
+        self._remaps: list[Remap] = []
+        self._ended: list[Update] = []  # ended between steps
+        self.preemptions = 0
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for admission."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do, nor anything to tell."""
+        return not (self._running or len(self._waiting) or self._ended)
+
+    @property
+    def private_pages(self) -> int:
+        """Pages that belong to one sequence only."""
+        return sum(len(s.pages) - s.shared_pages for s in self._running.values())
+
+    def sequences(self) -> Iterator[Sequence]:
+        """The running sequences, oldest admission first."""
+        return iter(list(self._running.values()))
+
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a new sequence; it waits. What its grammar forces at the beginning is fed with the prompt."""
+        sequence.status = Status.WAITING
+        self._begin(sequence)
+        if sequence.status is Status.WAITING:
+            self._waiting.push(sequence)
+
+    def abort(self, sequence: Sequence, error: AgentrtError | None = None) -> None:
+        """Ends a sequence now, with `error` or FinishReason.ABORT; nothing if it has ended. Not while its step is pending."""
+        if sequence.status is Status.FINISHED:
+            return
+        sequence.error = error
+        sequence.finish_reason = None if error else FinishReason.ABORT
+        self._retire(sequence)
+        self._ended.append(Update(sequence, ended=True))
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """Chooses the next step; None if no sequence has anything to compute."""
+        self._runs = {}
+        left = self._budget.step_tokens
+        decoding = any(not sequence.prefilling for sequence in self._running.values())
+        prefill_left = min(self._budget.prefill_tokens, left) if decoding else left
+        for sequence in list(self._running.values()):
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted for an older one, in this loop
+            prefilling = sequence.prefilling
+            run = self._run(sequence, min(left, prefill_left) if prefilling else left)
+            left -= run
+            prefill_left -= run if prefilling else 0
+        admitted = self._admit(min(left, prefill_left))
+        if not self._runs:
+            return None
+        plan = StepPlan(tuple(self._runs.values()), tuple(admitted), tuple(self._released), tuple(self._remaps))
+        self._runs, self._released, self._remaps = {}, [], []
+        return plan
+
+    def _run(self, sequence: Sequence, allowed: int) -> int:
+        """Plans the sequence's run of at most `allowed` tokens; returns how many, 0 if none or if it had to give way."""
+        count = min(sequence.pending, allowed)
+        if count <= 0 or (sequence.drafted and count < sequence.pending):
+            return 0
+        if not self._reserve(sequence, sequence.computed_tokens + count):
+            return 0
+        start = sequence.computed_tokens
+        self._runs[sequence.sequence_id] = Run(
+            sequence.sequence_id,
+            tuple(sequence.token_ids[start : start + count]),
+            start,
+            self._slots(sequence, start, start + count),
+            self._sample_at(sequence, count),
+            sequence.score_offsets(start, count),
+        )
+        return count
+
+    def _sample_at(self, sequence: Sequence, count: int) -> tuple[int, ...]:
+        if count < sequence.pending or sequence.request.sampling.max_tokens == 0:
+            return ()
+        return tuple(range(count - 1 - sequence.drafted, count))
+
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        """Sets pages aside for the first `tokens` tokens, preempting younger sequences if need be; False if it gave way itself."""
+        count = self._pages_for(tokens) - len(sequence.pages)
+        if count <= 0:
+            return True
+        while (pages := self._cache.allocate(count, sequence.pages[-1] if sequence.pages else None)) is None:
+            victim = self._victim()
+            if len(self._running) == 1:
+                limit = self._cache.pool.total * self._page_size
+                self.abort(sequence, TooLongError(f"{tokens} tokens do not fit the KV store of {limit}", needed=tokens, limit=limit))
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.pages.extend(pages)
+        return True
+
+    def _victim(self) -> Sequence:
+        """Whoever gives way: least priority, then the latest to have arrived."""
+        return min(self._running.values(), key=lambda s: (s.request.priority, -s.arrival, -s.sequence_id))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._runs.pop(sequence.sequence_id, None)
+        self._leave(sequence)
+        sequence.status = Status.WAITING
+        self._waiting.push(sequence)
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, left: int) -> list[Admission]:
+        """Admits waiting sequences, in order, while there is budget, room and memory, and plans their first runs."""
+        admitted: list[Admission] = []
+        now = self._clock()
+        while left > 0 and len(self._running) < self._budget.max_running:
+            sequence = self._waiting.overdue(now) or self._waiting.first()
+            if sequence is None:
+                break
+            if self._wait_for_sibling(sequence):
+                continue
+            admission = self._try_admit(sequence, now)
+            if admission is None:
+                break
+            admitted.append(admission)
+            count = self._run(sequence, left)
+            if not count:
+                break
+            left -= count
+        return [admission for admission in admitted if admission.sequence_id in self._running]
+
+    def _wait_for_sibling(self, sequence: Sequence) -> bool:
+        if not self._cache.enabled:
+            return False
+        name = self._in_flight.computed_elsewhere(sequence, self._cached(sequence))
+        if name is None:
+            return False
+        self._in_flight.park(sequence, name)
+        self._waiting.park(sequence)
+        return True
+
+    def _try_admit(self, sequence: Sequence, now: float) -> Admission | None:
+        """Locks the sequence's cached prefix and makes it run, if what it needs next fits beside those that run."""
+        lease = self._cache.acquire(sequence.token_ids, sequence.namespace, sequence.reuse_limit, program=sequence.program)
+        wanted = self._pages_for(len(sequence.token_ids) + 1) - len(lease.pages)
+        if self._running and wanted + self._promised() > self._cache.available_pages:
+            self._cache.release(lease)
+            return None
+        self._waiting.remove(sequence)
+        sequence.lease = lease
+        sequence.pages = list(lease.pages)
+        sequence.shared_pages = len(sequence.pages)
+        sequence.computed_tokens = lease.cached_tokens
+        sequence.admitted_length = len(sequence.token_ids)
+        sequence.status = Status.RUNNING
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = lease.cached_tokens
+            sequence.first_admission = now
+        self._running[sequence.sequence_id] = sequence
+        if self._cache.enabled:
+            self._in_flight.start(sequence)
+        return Admission(
+            sequence.sequence_id,
+            self._slots(sequence, 0, lease.cached_tokens),
+            tuple(sequence.token_ids),
+            sequence.prompt_length,
+            sequence.request.sampling,
+            sequence.seed,
+        )
+
+    def _promised(self) -> int:
+        """Pages that running sequences still need for what they were admitted with."""
+        return sum(max(self._pages_for(s.admitted_length + 1) - len(s.pages), 0) for s in self._running.values())
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
+
+    def _view(self, sequence: Sequence) -> View:
+        return View(cached_tokens=self._cached(sequence))
+
+    def _cached(self, sequence: Sequence) -> int:
+        return min(self._cache.match_length(sequence.token_ids, sequence.namespace), sequence.reuse_limit)
+
+    def _wake(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._waiting.rekey(sequence)
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Update]:
+        """Takes in a step's output: appends tokens, publishes KV, ends what has ended."""
+        updates = [self._commit_run(self._running[run.sequence_id], run, output.sampled[run.sequence_id]) for run in plan.runs]
+        return self.take_ended() + updates
+
+    def take_ended(self) -> list[Update]:
+        """Sequences that ended between steps; each is told once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _commit_run(self, sequence: Sequence, run: Run, sampled: Sampled) -> Update:
+        sequence.forward_passes += 1
+        if sampled.error:
+            return self._fail(sequence, NumericalError(sampled.error))
+        prefilled = sequence.prefilling
+        sequence.computed_tokens += len(run.token_ids)
+        sequence.scores.extend(sampled.scores)
+        update = self._append(sequence, *self._accept(sequence, run, sampled))
+        if update.ended or update.restarted:
+            return update
+        if not sequence.pending:  # max_tokens is 0: the prompt was all
+            return self._finish(sequence, update, FinishReason.LENGTH)
+        if prefilled or sequence.computed_tokens - sequence.shared_pages * self._page_size >= PUBLISH_EVERY:
+            self._publish(sequence)
+        return update
+
+    def _accept(self, sequence: Sequence, run: Run, sampled: Sampled) -> tuple[list[int], list[TokenLogprob]]:
+        """Keeps the guesses that equal what was sampled before them; drops the rest, and their KV."""
+        drafted, sequence.drafted = sequence.drafted, 0
+        if not drafted:
+            return list(sampled.token_ids), list(sampled.logprobs)
+        guesses = run.token_ids[len(run.token_ids) - drafted :]
+        kept = next((i for i, guess in enumerate(guesses) if guess != sampled.token_ids[i]), drafted)
+        del sequence.token_ids[len(sequence.token_ids) - drafted :]  # the kept ones come back as sampled tokens
+        sequence.computed_tokens -= drafted - kept
+        sequence.passes_saved += kept
+        return list(sampled.token_ids[: kept + 1]), list(sampled.logprobs[: kept + 1])
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Appends what the grammar forces before anything is sampled; ends the sequence if that is all there is."""
+        try:
+            reason = self._append_forced(sequence)
+        except AgentrtError as error:
+            self._ended.append(self._fail(sequence, error))
+            return
+        if reason is not None:
+            self._ended.append(self._finish(sequence, self._tell(sequence, []), reason))
+
+    def _append(self, sequence: Sequence, sampled: list[int], logprobs: list[TokenLogprob]) -> Update:
+        """Appends sampled tokens and the run that the grammar forces after them, up to whatever ends the sequence."""
+        reason: FinishReason | None = None
+        try:
+            for token in sampled:
+                reason = reason or self._append_one(sequence, token, forced=False)
+            if reason is None and sampled:
+                reason = self._append_forced(sequence)
+        except AgentrtError as error:
+            return self._fail(sequence, error)
+        update = self._tell(sequence, logprobs)
+        return update if reason is None else self._finish(sequence, update, reason)
+
+    def _append_one(self, sequence: Sequence, token: int, *, forced: bool) -> FinishReason | None:
+        sequence.token_ids.append(token)
+        sequence.output_forced.append(forced)
+        return self._ends(sequence, token)
+
+    def _append_forced(self, sequence: Sequence) -> FinishReason | None:
+        """Appends the forced run, or drafts it where the plain masked distribution was asked for."""
+        if sequence.cursor is None:
+            return None
+        spec = sequence.request.sampling.grammar
+        mode = spec.jump_forward if spec else "on"
+        if mode == "off" or (mode == "exact_masked" and not sequence.output_length):
+            return None
+        room = sequence.max_length - len(sequence.token_ids)
+        forced = sequence.cursor.forced()[:room]
+        if mode == "exact_masked":
+            guesses = forced[: max(room - 1, 0)]
+            sequence.token_ids.extend(guesses)
+            sequence.drafted = len(guesses)
+            return None
+        for token in forced:
+            sequence.passes_saved += 1
+            reason = self._append_one(sequence, token, forced=True)
+            if reason is not None:
+                return reason
+        return None
+
+    def _tell(self, sequence: Sequence, logprobs: list[TokenLogprob]) -> Update:
+        """What the caller has not been told yet. Forced tokens have probability 1."""
+        start = sequence.prompt_length + sequence.told
+        token_ids = tuple(sequence.token_ids[start : len(sequence.token_ids) - sequence.drafted])
+        forced = tuple(sequence.output_forced[sequence.told :])
+        sequence.told = len(sequence.output_forced)
+        told: tuple[TokenLogprob, ...] = ()
+        if sequence.request.sampling.logprobs is not None:
+            sampled = iter(logprobs)
+            told = tuple(TokenLogprob(t, 0.0, ((t, 0.0),)) if f else next(sampled) for t, f in zip(token_ids, forced, strict=True))
+        return Update(sequence, token_ids, forced, told)
+
+    def _ends(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """Advances grammar and stop strings by one token; says whether the sequence ends with it."""
+        sampling = sequence.request.sampling
+        if token in sequence.end_ids and sequence.output_length > sampling.min_tokens:
+            sequence.stop_match = token if token in sampling.stop_token_ids else None
+            return FinishReason.STOP
+        if sequence.cursor is not None and not sequence.cursor.advance(token):
+            raise ConstraintError(f"token {token} at output position {sequence.output_length - 1} is not allowed by the grammar")
+        if sequence.watch is not None:
+            match = sequence.watch.push(token)
+            if match is not None and sequence.output_length >= sampling.min_tokens:
+                sequence.stop_match = match
+                return FinishReason.STOP
+        if sequence.cursor is not None and sequence.cursor.finished:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_length else None
+
+    # -- pages changing hands -----------------------------------------------------------------------------------------
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Gives the tree every whole computed page; where the tree has one already, ours is freed and its own is used.
+
+        pages  [0, shared)        the tree's already
+               [shared, whole)    ours; now the tree's (kept, or swapped for its own)
+               [whole, len)       ours still: not whole, or not computed
+        """
+        whole = min(sequence.computed_tokens, len(sequence.token_ids)) // self._page_size
+        if not self._cache.enabled or sequence.lease is None or whole <= sequence.shared_pages:
+            return
+        size = self._page_size
+        publication = self._cache.publish(sequence.lease, sequence.token_ids[: whole * size], sequence.pages[:whole], program=sequence.program)
+        if publication.moved_pages:
+            first, moved = publication.moved_from, publication.moved_pages
+            sequence.pages[first : first + len(moved)] = moved
+            slots = self._slots(sequence, first * size, (first + len(moved)) * size)
+            self._remaps.append(Remap(sequence.sequence_id, first * size, slots))
+        sequence.shared_pages = whole
+        self._wake(self._in_flight.progress(sequence))
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the running ones: whole pages go to the tree, the rest to the pool."""
+        if sequence.lease is None:
+            return
+        self._publish(sequence)
+        self._cache.free(sequence.pages[sequence.shared_pages :])
+        self._cache.release(sequence.lease)
+        sequence.lease = None
+        sequence.pages = []
+        sequence.shared_pages = sequence.computed_tokens = 0
+        if sequence.drafted:  # guesses are not part of it
+            del sequence.token_ids[-sequence.drafted :]
+            sequence.drafted = 0
+        del self._running[sequence.sequence_id]
+        self._released.append(sequence.sequence_id)
+        self._remaps = [remap for remap in self._remaps if remap.sequence_id != sequence.sequence_id]
+        self._wake(self._in_flight.stop(sequence))
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._leave(sequence)
+        self._wake(self._in_flight.stop(sequence))
+        sequence.status = Status.FINISHED
+
+    def _finish(self, sequence: Sequence, update: Update, reason: FinishReason) -> Update:
+        violations = sequence.watch.violations() if sequence.watch and reason is FinishReason.STOP else ()
+        if violations:
+            return self._restart(sequence, violations)
+        sequence.finish_reason = reason
+        self._retire(sequence)
+        return Update(sequence, update.token_ids, update.forced, update.logprobs, ended=True)
+
+    def _restart(self, sequence: Sequence, violations: tuple[str, ...]) -> Update:
+        """Begins an answer that failed its final check anew, with another seed, as often as the request allows."""
+        if sequence.resamples >= sequence.request.sampling.max_resamples or sequence.watch is None:
+            what = "; ".join(violations[:3])
+            message = f"after {sequence.resamples + 1} tries the output still fails its final check: {what}"
+            return self._fail(sequence, ConstraintError(message, violations=violations))
+        self._waiting.remove(sequence)
+        self._leave(sequence)
+        del sequence.token_ids[sequence.prompt_length :]
+        sequence.output_forced.clear()
+        sequence.told = 0
+        sequence.resamples += 1
+        sequence.seed += 1
+        sequence.stop_match = None
+        sequence.cursor = sequence.watch.restart()
+        self.add(sequence)
+        return Update(sequence, restarted=True)
+
+    def _fail(self, sequence: Sequence, error: AgentrtError) -> Update:
+        sequence.error = error
+        self._retire(sequence)
+        return Update(sequence, ended=True)
+
+    def _slots(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
+        """KV slots of positions [start, stop)."""
+        size = self._page_size
+        if size == 1:
+            return tuple(sequence.pages[start:stop])
+        return tuple(sequence.pages[position // size] * size + position % size for position in range(start, stop))
