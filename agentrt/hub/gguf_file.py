@@ -85,7 +85,7 @@ class GgufFile:
             header = _Header(self._map)
             self.metadata = header.metadata
             self.tensors = {tensor.name: tensor for tensor in header.tensors}
-        except (struct.error, IndexError, OverflowError, MemoryError) as error:
+        except (struct.error, IndexError, OverflowError, RecursionError, MemoryError) as error:
             raise ModelError(f"{path} is a broken or cut-off GGUF file ({error})", param="model") from error
         except ModelError as error:
             raise ModelError(f"{path}: {error}", param="model") from error
@@ -159,7 +159,9 @@ class _Header:
             key = self._string()
             self.metadata[key] = self._value(self._number("I"))
         entries = [self._tensor() for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"general.alignment is {alignment!r}; it must be a positive number")
         begin = -(-self._at // alignment) * alignment
         self.tensors = [self._placed(begin, *entry) for entry in entries]
 

@@ -10,8 +10,8 @@ or an argument becomes a control token.
 
 from __future__ import annotations
 
-import random
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,7 +184,8 @@ def _squeezed(text: str, start: int, length: int) -> str:
 def _unused_character(*values: Any) -> str:
     """A private-use character, drawn at random, that occurs in none of the values."""
     seen = repr(values)
-    for code in random.SystemRandom().sample(_PRIVATE_USE, 64):
+    for _ in range(64):
+        code = secrets.choice(_PRIVATE_USE)
         if chr(code) not in seen and f"\\u{code:04x}" not in seen:
             return chr(code)
     raise PromptError("the messages hold too many different private-use characters", param="messages")

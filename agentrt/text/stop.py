@@ -12,7 +12,7 @@ reaches the end of what has arrived waits for the next character, since that may
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import regex
@@ -29,18 +29,21 @@ SEARCH_SECONDS = 0.25
 _CONTEXT = 256  # characters before the searched text that a pattern may look back to
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A match in the buffer, by its place; ordered as the rule says."""
+@dataclass(frozen=True, slots=True, order=True)
+class _Found:
+    """A match in the buffer, or one that may still come about; ordered as the rule says.
+
+    Attributes:
+        start: Where it begins.
+        end: Where it ends; for one that may come about, the least it can be.
+        is_pattern: Found by a pattern.
+        order: Which of the strings or patterns.
+    """
 
     start: int
     end: int
     is_pattern: bool
     order: int
-
-    @property
-    def rank(self) -> tuple[int, int, bool, int]:
-        return self.start, self.end, self.is_pattern, self.order
 
 
 class StopMatcher:
@@ -101,73 +104,77 @@ class StopMatcher:
         return "" if self._match is not None else self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
-        best = self._first_string()
-        open_from = len(self._buffer) if final else self._first_beginning()
+        certain, possible = self._strings_found(), [] if final else self._strings_begun()
         for order, pattern in enumerate(self._patterns):
-            candidate, pattern_open = self._look_for(pattern, order, final=final)
-            if candidate is not None and (best is None or candidate.rank < best.rank):
-                best = candidate
-            open_from = min(open_from, pattern_open)
-        if best is not None and (final or best.start < open_from or self._ends_sooner(best, open_from)):
+            found = self._pattern_final(pattern, order) if final else self._pattern_found(pattern, order, possible)
+            certain += found
+        best, rival = min(certain, default=None), min(possible, default=None)
+        if best is not None and (rival is None or best < rival):
             return self._stopped(best)
-        return self._give_out(open_from if best is None else min(open_from, best.start))
+        return self._give_out(len(self._buffer) if rival is None else rival.start)
 
-    def _ends_sooner(self, best: _Candidate, open_from: int) -> bool:
-        """Whether nothing that is still open and begins where `best` does could win: a string that is whole is shortest."""
-        return best.start == open_from and not best.is_pattern and not self._patterns
-
-    def _first_string(self) -> _Candidate | None:
-        found: _Candidate | None = None
+    def _strings_found(self) -> list[_Found]:
+        found: list[_Found] = []
         for order, text in enumerate(self._strings):
             start = self._buffer.find(text, self._searched)
             if start >= 0:
-                candidate = _Candidate(start, start + len(text), False, order)
-                if found is None or candidate.rank < found.rank:
-                    found = candidate
+                found.append(_Found(start, start + len(text), False, order))
         return found
 
-    def _first_beginning(self) -> int:
-        """First place from which the buffer's end is the beginning of a stop string."""
+    def _strings_begun(self) -> list[_Found]:
+        """The first place, if any, from which the buffer's end is the beginning of a stop string."""
         end = len(self._buffer)
         for length in range(min(self._longest_beginning, end - self._searched), 0, -1):
             if self._buffer[end - length :] in self._beginnings:
-                return end - length
-        return end
+                return [_Found(end - length, end + 1, False, 0)]
+        return []
 
-    def _look_for(self, pattern: regex.Pattern[str], order: int, *, final: bool) -> tuple[_Candidate | None, int]:
-        """The pattern's first match, and the first place from which one may still come about."""
+    def _pattern_final(self, pattern: regex.Pattern[str], order: int) -> list[_Found]:
+        match = self._search(pattern, self._searched, partial=False)
+        return [_Found(match.start(), match.end(), True, order)] if match is not None else []
+
+    def _pattern_found(self, pattern: regex.Pattern[str], order: int, possible: list[_Found]) -> list[_Found]:
+        """The pattern's first match, if certain; what may still come about is added to `possible`."""
         end = len(self._buffer)
-        start = self._searched if final else max(self._searched, end - LONGEST_MATCH)
-        match = self._search(pattern, start, partial=not final)
+        match = self._search(pattern, self._searched, partial=True)
+        if match is not None and match.partial and match.start() < end - LONGEST_MATCH:
+            match = self._search(pattern, end - LONGEST_MATCH, partial=True)  # no whole one lies before: it would be preferred
         if match is None:
-            return None, end
+            return []
         if match.partial:
-            return None, match.start()
-        candidate = _Candidate(match.start(), match.end(), True, order)
-        if final:
-            return candidate, end
+            possible.append(_Found(match.start(), end + 1, True, order))
+            return []
+        found = _Found(match.start(), match.end(), True, order)
         margin = LOOKAHEAD if "(?!" in pattern.pattern else 1
-        if match.end() + margin > end:
-            return candidate, candidate.start
-        return candidate, self._earlier_open(pattern, start, candidate.start)
+        if match.end() + margin > end and match.end() - match.start() < LONGEST_MATCH:
+            possible += [found, *self._begun_before(pattern, order, found.start)]
+            return []
+        possible += self._begun_before(pattern, order, found.start)
+        return [found]
 
-    def _earlier_open(self, pattern: regex.Pattern[str], start: int, before: int) -> int:
-        """First place before `before` where a match has begun that more text may complete (a search prefers whole ones)."""
-        for place in range(start, before):
-            match = pattern.match(self._buffer, place, partial=True, timeout=SEARCH_SECONDS)
+    def _begun_before(self, pattern: regex.Pattern[str], order: int, before: int) -> list[_Found]:
+        """The first match that has begun before `before` and may be completed; a search prefers whole ones to it."""
+        end = len(self._buffer)
+        for place in range(max(self._searched, end - LONGEST_MATCH), before):
+            match = self._timed(pattern.match, pattern, place, partial=True)
             if match is not None and match.partial:
-                return place
-        return len(self._buffer)
+                return [_Found(place, end + 1, True, order)]
+        return []
 
     def _search(self, pattern: regex.Pattern[str], start: int, *, partial: bool) -> regex.Match[str] | None:
+        return self._timed(pattern.search, pattern, start, partial=partial)
+
+    def _timed(
+        self, look: Callable[..., regex.Match[str] | None], pattern: regex.Pattern[str], start: int, *, partial: bool
+    ) -> regex.Match[str] | None:
         try:
-            return pattern.search(self._buffer, start, partial=partial, timeout=SEARCH_SECONDS)
+            return look(self._buffer, start, partial=partial, timeout=SEARCH_SECONDS)
         except TimeoutError as error:
             raise RequestError(
                 f"the stop pattern {pattern.pattern!r} takes over {SEARCH_SECONDS} s to search; simplify it"
             ) from error
 
-    def _stopped(self, found: _Candidate) -> str:
+    def _stopped(self, found: _Found) -> str:
         self._match = self._patterns[found.order].pattern if found.is_pattern else self._strings[found.order]
         text = self._buffer[self._searched : found.end if self._include_stop else found.start]
         self._buffer = ""

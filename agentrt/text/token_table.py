@@ -7,6 +7,7 @@ encoded text, one after the other, are the bytes of that text, but for what `Tok
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -99,11 +100,15 @@ def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
 def _byte_level_bytes(vocab: dict[str, int]) -> list[tuple[int, bytes]]:
     spelling = byte_spelling()
     alphabet = set(spelling)
-    to_byte = {ord(char): byte for byte, char in enumerate(spelling)}
-    return [
-        (token_id, token.translate(to_byte).encode("latin-1") if alphabet.issuperset(token) else token.encode())
-        for token, token_id in vocab.items()
-    ]
+    if not alphabet.issuperset("".join(vocab)):  # a token that is spelled in plain text, which is rare
+        plain = {token: token_id for token, token_id in vocab.items() if not alphabet.issuperset(token)}
+        spelled = {token: token_id for token, token_id in vocab.items() if token not in plain}
+        return [*_byte_level_bytes(spelled), *((token_id, token.encode()) for token, token_id in plain.items())]
+    # All tokens in one go: a character is a byte, so a token is a slice. One at a time takes four times as long.
+    content = "".join(vocab).translate({ord(char): byte for byte, char in enumerate(spelling)}).encode("latin-1")
+    ends = list(itertools.accumulate(map(len, vocab)))
+    slices = map(slice, [0, *ends], ends)
+    return list(zip(vocab.values(), map(content.__getitem__, slices), strict=True))
 
 
 def _sentencepiece_bytes(vocab: dict[str, int]) -> list[tuple[int, bytes]]:
