@@ -187,9 +187,13 @@ class Engine(LocalBackend):
         if not is_batch(prompt):
             return await streams.acomplete(self, self.request(prompt, sampling, **options))
         requests = self._requests(prompt, sampling, options)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(streams.acomplete(self, request)) for request in requests]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.ensure_future(streams.acomplete(self, request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # after the first failure, or when this call is cancelled
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Iterator[TokenDelta]:
         """Answers a prompt piece by piece. Leaving the iterator early aborts the request."""

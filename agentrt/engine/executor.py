@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -55,6 +56,7 @@ class LocalExecutor:
         self._sampler = sampler
         self._states = SequenceStates(vocab_size)
 
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Computes the plan's tokens."""
         started = time.perf_counter()
@@ -63,6 +65,7 @@ class LocalExecutor:
         hidden = self._runner.forward(batch)
         return _LocalStep(self, plan, hidden[: batch.scored], hidden[batch.scored :], started)
 
+    @torch.inference_mode()
     def finish(self, plan: StepPlan, to_score: Tensor, to_sample: Tensor, masks: Masks) -> StepOutput:
         """Scores and samples what `launch` computed."""
         scores = iter(self._runner.score(to_score, self._targets(plan)))

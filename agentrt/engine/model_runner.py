@@ -1,4 +1,7 @@
-"""Runs the model on a batch: hidden states of every token, logits of the wanted rows, scores of given tokens."""
+"""Runs the model on a batch: hidden states of every token, logits of the wanted rows, scores of given tokens.
+
+The caller holds torch's inference mode.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,15 @@ class ModelRunner:
         self._store = store
         self._attention = attention
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Computes the batch's tokens and writes their KV; returns the hidden states of `logits_rows`: [rows, width]."""
         hidden = self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
         return hidden.index_select(0, batch.logits_rows)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, width] to float32 logits [rows, vocab]."""
         return self._decoder.logits(hidden)
 
-    @torch.inference_mode()
     def score(self, hidden: Tensor, targets: list[tuple[int, int]]) -> list[TokenLogprob]:
         """Log-probability of given tokens.
 

@@ -1,0 +1,137 @@
+"""``agentrt`` on the command line: each command is in a file of its own and loaded when it is called, so that help is instant."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentrt.errors import AgentrtError
+
+app = typer.Typer(
+    name="agentrt",
+    help="A runtime for LLM agent programs: one radix tree of KV, programs the engine can see, JSON that always parses.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="What models there are, where, and how large.", invoke_without_command=True)
+app.add_typer(models_app, name="models")
+
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Short name, folder, .gguf file or hf:org/name.", show_default="smollm2-135m")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=0, help="Most tokens of an answer.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.", show_default="the model's")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="A system message to begin with.")]
+
+
+@app.command()
+def demo() -> None:
+    """Answers a few questions on the default model, and shows what was reused."""
+    from agentrt.cli.demo import run
+
+    run()
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The question; '-' reads it from standard input.")] = None,
+    model: Model = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    schema: Annotated[Path | None, typer.Option(help="A JSON Schema that the answer must satisfy.")] = None,
+    regex: Annotated[str | None, typer.Option(help="A pattern that the answer must match.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="A batch: one JSON object a line, with prompt or messages.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Where the batch's answers go; a second run goes on where it stopped.")] = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Answers a prompt as it is generated, or a file of prompts."""
+    from agentrt.cli import generate as command
+
+    options = command.Options(model, system, raw, max_tokens, temperature, seed, schema, regex, dtype)
+    if file is not None:
+        command.batch(file, out, options)
+    else:
+        command.one(prompt, options)
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Talks with the model; every turn reuses the ones before it."""
+    from agentrt.cli.chat import run
+    from agentrt.cli.generate import Options
+
+    run(Options(model, system, False, max_tokens, temperature, seed, None, None, dtype))
+
+
+@app.command()
+def doctor() -> None:
+    """Looks at the machine, torch and the model cache; says what is wrong and how to mend it."""
+    from agentrt.cli.doctor import run
+
+    raise typer.Exit(run())
+
+
+@models_app.callback()
+def models(context: typer.Context) -> None:
+    """What models there are, where, and how large."""
+    if context.invoked_subcommand is None:
+        from agentrt.cli.models import show
+
+        show()
+
+
+@models_app.command()
+def fetch(
+    names: Annotated[list[str], typer.Argument(help="Short names, or hf:org/name.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Fetches models into the cache, and makes them ready to run."""
+    from agentrt.cli.models import fetch as command
+
+    for name in names:
+        command(name, quiet=quiet)
+
+
+@models_app.command()
+def remove(name: Annotated[str, typer.Argument(help="Short name.")]) -> None:
+    """Deletes a model from the cache."""
+    from agentrt.cli.models import remove as command
+
+    command(name)
+
+
+def main() -> None:
+    """The console script: errors of ours are a message, not a traceback."""
+    raise SystemExit(guarded(app))
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Runs a command; returns its exit status."""
+    try:
+        command()
+    except AgentrtError as error:
+        from rich.console import Console
+
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    return 0
