@@ -1,0 +1,142 @@
+"""Each family's calls, read whole and in pieces of any size, come out as they were written; and their grammars hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrt.errors import GrammarError, UserError
+from agentrt.text.tool_format import (
+    FORMATS,
+    ArgumentsGrown,
+    CallBegun,
+    Choice,
+    Event,
+    Said,
+    format_named,
+    guess_format,
+    read_whole,
+)
+
+TOOLS = [
+    {
+        "name": "look_up",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "object"}},
+            "required": ["text"],
+        },
+    },
+    {"name": "now", "parameters": {"type": "object", "properties": {}}},
+]
+
+
+def written(family: str, calls: list[tuple[str, dict]]) -> str:
+    """Calls as the family's models write them, by another road than the reader's."""
+    dump = json.dumps
+    hermes = [dump({"name": n, "arguments": a}) for n, a in calls]
+    if family == "hermes":
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in hermes)
+    if family == "smollm2":
+        return f"<tool_call>[{', '.join(hermes)}]</tool_call>"
+    if family == "mistral":
+        return f"[TOOL_CALLS] [{', '.join(hermes)}]"
+    if family == "llama3_json":
+        return "; ".join(dump({"name": n, "parameters": a}) for n, a in calls)
+    if family == "pythonic":
+        return "[" + ", ".join(f"{n}({', '.join(f'{k}={dump(v)}' for k, v in a.items())})" for n, a in calls) + "]"
+    blocks = []
+    for name, arguments in calls:
+        inside = "".join(f"<parameter={k}>\n{v if isinstance(v, str) else dump(v)}\n</parameter>\n" for k, v in arguments.items())
+        blocks.append(f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>")
+    return "\n".join(blocks)
+
+
+def read(events: list[Event]) -> tuple[str, list[tuple[str, object]]]:
+    said = "".join(e.text for e in events if isinstance(e, Said))
+    names = [e.name for e in events if isinstance(e, CallBegun)]
+    assert [e.index for e in events if isinstance(e, CallBegun)] == list(range(len(names)))
+    grown = ["".join(e.text for e in events if isinstance(e, ArgumentsGrown) and e.index == n) for n in range(len(names))]
+    return said, [(name, json.loads(arguments)) for name, arguments in zip(names, grown, strict=True)]
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda text: "</parameter>" not in text)
+arguments = st.fixed_dictionaries(
+    {"text": texts}, optional={"count": st.integers(), "deep": st.dictionaries(texts, st.lists(texts | st.booleans() | st.none(), max_size=2), max_size=2)}
+)
+calls_of_any = st.lists(st.tuples(st.just("look_up"), arguments) | st.just(("now", {})), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("family", sorted(FORMATS))
+@settings(max_examples=25, deadline=None)
+@given(calls=calls_of_any, cuts=st.lists(st.integers(0, 400), max_size=40), before=st.sampled_from(["", "I'll look.\n\n", "a < b <tool "]))
+def test_calls_come_out_as_they_were_written(family, calls, cuts, before):
+    before = "" if family in ("llama3_json", "pythonic") else before  # these tell a call by its first character
+    text = before + written(family, calls)
+    assert read(read_whole(FORMATS[family].reader(TOOLS), text)) == (before.rstrip(), calls)
+    reader, events = FORMATS[family].reader(TOOLS), []
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    for start, end in zip([0, *ends], ends, strict=False):
+        events += reader.feed(text[start:end])
+    assert read([*events, *reader.finish()]) == (before.rstrip(), calls)
+
+
+@pytest.mark.parametrize("family", sorted(FORMATS))
+@given(text=st.text(max_size=40).filter(lambda t: not t.lstrip().startswith(("{", "[")) and "<tool_call>" not in t and "[TOOL_CALLS]" not in t))
+@settings(max_examples=25, deadline=None)
+def test_text_without_a_call_comes_out_whole(family, text):
+    reader = FORMATS[family].reader(TOOLS)
+    events = [event for char in text for event in reader.feed(char)] + reader.finish()
+    assert all(isinstance(event, Said) for event in events)
+    said = "".join(event.text for event in events if isinstance(event, Said))
+    assert said == text or (not text.strip() and not said)
+
+
+def test_what_was_cut_keeps_the_calls_that_were_begun():
+    for family in FORMATS:
+        text = written(family, [("look_up", {"text": "abc"}), ("now", {})])
+        for end in range(len(text)):
+            events = read_whole(FORMATS[family].reader(TOOLS), text[:end])
+            begun = [event.index for event in events if isinstance(event, CallBegun)]
+            assert begun == list(range(len(begun)))
+            assert not [e for e in events if isinstance(e, Said) and ("look_up" in e.text or "TOOL_CALLS]" in e.text)]
+
+
+def test_a_mark_that_never_becomes_a_call_is_text():
+    assert read_whole(FORMATS["hermes"].reader(TOOLS), "1 < 2 and <tool_cal") == [Said("1 < 2 and"), Said(" <tool_cal")]
+
+
+@pytest.mark.parametrize("family", ["pythonic", "qwen3_coder"])
+def test_what_a_form_cannot_enforce_is_refused_by_name(family):
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {}, "minProperties": 1}}
+    with pytest.raises(GrammarError, match="minProperties"):
+        FORMATS[family].grammar([tool], Choice("required"))
+    if family == "qwen3_coder":
+        tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}}
+        with pytest.raises(GrammarError, match="pattern"):
+            FORMATS[family].grammar([tool], Choice("required"))
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        (None, "hermes"),
+        ("{{ messages }}", "hermes"),
+        ("{% if tools %}<tools>{{ tools }}</tools> <tool_call>\n{json}", "hermes"),
+        ("{% if tools %}<function=x>", "qwen3_coder"),
+        ("{% if tools %}[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
+        ('{% if tools %}{"name": function name, "parameters": dictionary of argument}', "llama3_json"),
+        ("{% if tools %}<tool_call>[...]</tool_call>", "smollm2"),
+        ("{% if tools %}[func_name1(params_name1=x)]", "pythonic"),
+    ],
+)
+def test_the_template_betrays_the_family(template, family):
+    assert guess_format(template).name == family
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="hermes"):
+        format_named("elvish")
