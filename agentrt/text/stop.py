@@ -145,8 +145,7 @@ class StopMatcher:
             possible.append(_Found(match.start(), end + 1, True, order))
             return []
         found = _Found(match.start(), match.end(), True, order)
-        margin = LOOKAHEAD if "(?!" in pattern.pattern else 1
-        if match.end() + margin > end and match.end() - match.start() < LONGEST_MATCH:
+        if match.end() + _margin(pattern) > end and match.end() - match.start() < LONGEST_MATCH:
             possible += [found, *self._begun_before(pattern, order, found.start)]
             return []
         possible += self._begun_before(pattern, order, found.start)
@@ -187,6 +186,13 @@ class StopMatcher:
         self._buffer = self._buffer[drop:]
         self._searched = until - drop
         return text
+
+
+def _margin(pattern: regex.Pattern[str]) -> int:
+    """How many characters after a match must have come for it to stand."""
+    if "(?!" in pattern.pattern:
+        return LOOKAHEAD
+    return 2 if "$" in pattern.pattern else 1  # a $ matches before the last newline too
 
 
 def _compiled(pattern: str) -> regex.Pattern[str]:
