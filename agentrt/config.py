@@ -124,3 +124,65 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How an engine is served over HTTP, and every bound on what a client may make the server hold.
+
+    Attributes:
+        host: Address to bind; this machine alone unless told otherwise.
+        port: 0 takes a free one.
+        api_key: What clients must send as a bearer token or as x-api-key; None: anyone may ask.
+        model_names: Names that requests may use; the first one is shown. Empty: the engine's own.
+        tool_format: How the model writes calls of tools; "auto": guessed from its chat template.
+        reasoning: "auto": a model whose template thinks has its thinking told apart; "off": it is plain text.
+        named_tool_finish: finish_reason of an answer to a named tool_choice; "stop" is what OpenAI says.
+        queued: Requests that wait, beyond those that run, before more are refused with 503.
+        body_bytes: Size of a body (a long chat is a few megabytes).
+        header_bytes: Size of the request line and all headers.
+        n: Samples and prompts of one call, multiplied.
+        messages: Messages of one chat.
+        tools: Tools of one chat (tools' size is bounded as a constraint's is, see `Limits`).
+        stored_responses: Answers of /v1/responses that are kept; the oldest go first.
+        stored_bytes: Their size, all together.
+        remembered_tokens: Tokens of answers that are remembered as they were fed, so that a history sent back as text
+            is found in the cache; 0 for none.
+        programs: Programs whose report is kept.
+        drain_seconds: How long running requests may take after SIGTERM.
+        silence_seconds: How long the engine may leave a question unanswered before /health says so; longer than a step.
+        keep_alive_seconds: After this long without an event a stream gets a comment, so that proxies keep it open.
+        stall_seconds: After this long without reading anything, a client is taken for lost.
+        log_format: Of the access log.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    model_names: tuple[str, ...] = ()
+    tool_format: str = "auto"
+    reasoning: Literal["auto", "off"] = "auto"
+    named_tool_finish: Literal["stop", "tool_calls"] = "stop"
+    queued: int = 1024
+    body_bytes: int = 32_000_000
+    header_bytes: int = 65_536
+    n: int = 128
+    messages: int = 16_384
+    tools: int = 1024
+    stored_responses: int = 1024
+    stored_bytes: int = 64_000_000
+    remembered_tokens: int = 1_000_000
+    programs: int = 1024
+    drain_seconds: float = 30.0
+    silence_seconds: float = 60.0
+    keep_alive_seconds: float = 15.0
+    stall_seconds: float = 60.0
+    log_format: Literal["text", "json"] = "text"
+
+    def __post_init__(self) -> None:
+        for name in ("queued", "port", "remembered_tokens"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("body_bytes", "header_bytes", "n", "messages", "tools", "stored_responses", "stored_bytes", "programs"):
+            _at_least(name, getattr(self, name), 1)
+        if self.api_key is not None and not self.api_key.strip():
+            raise UserError("api_key is empty; leave it out, or give one", param="api_key")
