@@ -1,37 +1,65 @@
 """The waiting requests, in the policy's order, and the bound on how long any of them can be passed over.
 
-A heap holds one key per sequence; a key is computed when the sequence arrives, when it is woken, and once more when it
-comes to the top, so that a step never matches the whole queue. Whoever has waited longer than `max_wait` goes first, in
-order of arrival, whatever the policy says: that is the bound on anybody's extra wait.
+Two bounds hold, whatever the policy and the load:
+
+*Nobody is overtaken by a request that arrived more than `max_wait` seconds later.* Only the requests that arrived within
+`max_wait` of the oldest one are *open* to the policy; the others come after them. So the extra wait of a request, against
+first come first served, is at most the time it takes to serve what arrived in the `max_wait` seconds after it. A level of
+priority counts as `PRIORITY_SECONDS` of earlier arrival, so low priorities wait longer, and not for ever.
+
+*No step looks at the whole queue.* A key is computed when its sequence opens and when a change of the tree touched the place where
+its match ends; of a bounded number in each step, the rest in the next. The key at the top is always up to date.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
-from agentrt.scheduling.policy import Key, Policy, View
+from agentrt.cache.radix_tree import Place
+from agentrt.scheduling.policy import Key, Policy
 from agentrt.scheduling.sequence import Sequence
+from agentrt.scheduling.view import LiveView
+
+PRIORITY_SECONDS = 60.0
+"""Seconds of waiting that one level of priority is worth."""
+
+TOUCHED_PER_STEP = 64
+"""Touched sequences that one step ranks anew: each is a match, and 10,000 may be touched at once."""
+
+OPENED_PER_STEP = 64
+"""Sequences that one step opens: 10,000 may arrive at once."""
+
+TOP_LOOKS = 32
+"""Outdated keys at the top that one admission puts in their place; after as many it takes what is there."""
+
+Rank = tuple[int, Key]
 
 
 class WaitingQueue:
     """Waiting sequences. A sequence is in it from `push` until `remove`; parked ones too."""
 
-    def __init__(self, policy: Policy, view: Callable[[Sequence], View], max_wait: float) -> None:
+    def __init__(self, policy: Policy, look: Callable[[Sequence], LiveView], max_wait: float) -> None:
         """Makes an empty queue.
 
         Args:
-            policy: Orders the sequences.
-            view: What the policy may know of a sequence now.
-            max_wait: Seconds after which a sequence goes before all younger ones.
+            policy: Orders the open sequences.
+            look: Gives the view of a sequence.
+            max_wait: By how many seconds a request that overtakes may be younger.
         """
         self._policy = policy
-        self._view = view
+        self._look = look
         self._max_wait = max_wait
         self._waiting: dict[int, Sequence] = {}
-        self._keys: dict[int, tuple[int, Key]] = {}  # the key under which a sequence is in the heap, if it is
-        self._heap: list[tuple[tuple[int, Key], int]] = []
-        self._arrivals: list[tuple[float, int]] = []  # those that are not parked, by age
+        self._later: list[tuple[float, int]] = []  # not open yet, by age
+        self._open_until = float("-inf")
+        self._ranks: dict[int, Rank] = {}  # of the open ones that are not parked
+        self._heap: list[tuple[Rank, int]] = []
+        self._ages: list[tuple[float, int]] = []  # the same, by age
+        self._listening: dict[Place, dict[int, Sequence]] = {}
+        self._places: dict[int, tuple[Place, ...]] = {}
+        self._touched: deque[dict[int, Sequence]] = deque()  # to be ranked anew
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,55 +67,135 @@ class WaitingQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._waiting
 
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence that arrived, or was preempted; a preempted one keeps its arrival, and so its age."""
         self._waiting[sequence.sequence_id] = sequence
-        self.rekey(sequence)
+        heapq.heappush(self._later, (_age(sequence), sequence.sequence_id))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; nothing if it is not there."""
         self._waiting.pop(sequence.sequence_id, None)
-        self._keys.pop(sequence.sequence_id, None)
+        self.park(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the order, until it is rekeyed; it goes on waiting, and ageing."""
-        self._keys.pop(sequence.sequence_id, None)
+        """Takes a sequence out of the order until it is woken; it goes on waiting, and ageing."""
+        self._ranks.pop(sequence.sequence_id, None)
+        self._unlisten(sequence)
 
-    def rekey(self, sequence: Sequence) -> None:
-        """Computes a waiting sequence's key anew."""
-        if sequence.sequence_id not in self._waiting:
-            return
-        key = self._key(sequence)
-        if sequence.sequence_id not in self._keys:
-            heapq.heappush(self._arrivals, (sequence.arrival, sequence.sequence_id))
-        self._keys[sequence.sequence_id] = key
-        heapq.heappush(self._heap, (key, sequence.sequence_id))
+    def wake(self, sequences: Iterable[Sequence]) -> None:
+        """Puts parked sequences back into the order, in this step or one of the next."""
+        woken = {sequence.sequence_id: sequence for sequence in sequences if sequence in self}
+        if woken:
+            self._touched.append(woken)
 
-    def overdue(self, now: float) -> Sequence | None:
-        """The oldest sequence that is not parked, if it has waited longer than the bound.
+    def touch(self, place: Place) -> None:
+        """Hears that the tree changed at `place`: who listens there is to be ranked anew."""
+        touched = self._listening.pop(place, None)
+        if touched:
+            self._touched.append(touched)
 
-        A parked one waits for a sibling that runs in every step, so its wait is bounded by the sibling's work.
-        """
-        while self._arrivals and self._arrivals[0][1] not in self._keys:
-            heapq.heappop(self._arrivals)
-        if self._arrivals and now - self._arrivals[0][0] > self._max_wait:
-            return self._waiting[self._arrivals[0][1]]
-        return None
+    # -- the order ----------------------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether every sequence that may be open is, and is ranked as of now."""
+        return not self._touched and not (self._later and self._later[0][0] <= self._open_until)
+
+    def refresh(self) -> None:
+        """Ranks what was touched and opens what has come of age, as much as one step may."""
+        self._rank_touched()
+        self._move_window()
+        looks = OPENED_PER_STEP
+        while looks and self._later and self._later[0][0] <= self._open_until:
+            _, sequence_id = heapq.heappop(self._later)
+            if sequence_id in self._waiting and sequence_id not in self._ranks:
+                self._rank(self._waiting[sequence_id])
+                looks -= 1
 
     def first(self) -> Sequence | None:
-        """The first in the policy's order, its key up to date; None if all that wait are parked."""
+        """The first of the open ones in the policy's order; None if all that are open are parked."""
+        for _ in range(TOP_LOOKS):
+            top = self._top()
+            if top is None:
+                return None
+            before = self._ranks[top.sequence_id]
+            if self._rank(top) == before:
+                return top
+        return self._top()
+
+    def _top(self) -> Sequence | None:
         while self._heap:
-            key, sequence_id = self._heap[0]
-            if self._keys.get(sequence_id) != key:
-                heapq.heappop(self._heap)
-                continue
-            sequence = self._waiting[sequence_id]
-            now = self._key(sequence)
-            if now == key:
-                return sequence
-            self._keys[sequence_id] = now
-            heapq.heapreplace(self._heap, (now, sequence_id))
+            rank, sequence_id = self._heap[0]
+            if self._ranks.get(sequence_id) == rank:
+                return self._waiting[sequence_id]
+            heapq.heappop(self._heap)
         return None
 
-    def _key(self, sequence: Sequence) -> tuple[int, Key]:
-        return -sequence.request.priority, self._policy(sequence, self._view(sequence))
+    def _rank_touched(self) -> None:
+        looks = TOUCHED_PER_STEP
+        while looks and self._touched:
+            batch = self._touched[0]
+            sequence_id = next(iter(batch))
+            sequence = batch.pop(sequence_id)
+            if not batch:
+                self._touched.popleft()
+            if sequence_id in self._waiting:
+                self._rank(sequence)
+                looks -= 1
+
+    def _move_window(self) -> None:
+        """Opens the queue up to `max_wait` after the oldest sequence that is not parked."""
+        while self._ages and self._ages[0][1] not in self._ranks:
+            heapq.heappop(self._ages)
+        while self._later and self._later[0][1] not in self._waiting:
+            heapq.heappop(self._later)
+        oldest = min((heap[0][0] for heap in (self._ages, self._later) if heap), default=None)
+        if oldest is not None:
+            self._open_until = max(self._open_until, oldest + self._max_wait)
+
+    def _rank(self, sequence: Sequence) -> Rank:
+        """Computes an open sequence's rank and puts it in the order; listens for what would change it."""
+        sequence_id = sequence.sequence_id
+        view = self._look(sequence)
+        rank = (-sequence.request.priority, self._policy(sequence, view))
+        if sequence_id not in self._ranks:
+            heapq.heappush(self._ages, (_age(sequence), sequence_id))
+        if self._ranks.get(sequence_id) != rank:
+            self._ranks[sequence_id] = rank
+            heapq.heappush(self._heap, (rank, sequence_id))
+            self._compact()
+        self._listen(sequence, view.places)
+        return rank
+
+    def _compact(self) -> None:
+        """Drops outdated entries once they are the larger part."""
+        if len(self._heap) > 2 * len(self._ranks) + 64:
+            self._heap = [(rank, sequence_id) for sequence_id, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+        if len(self._ages) > 2 * len(self._ranks) + 64:
+            self._ages = [(_age(self._waiting[sequence_id]), sequence_id) for sequence_id in self._ranks]
+            heapq.heapify(self._ages)
+
+    # -- listening to the tree ----------------------------------------------------------------------------------------
+
+    def _listen(self, sequence: Sequence, places: tuple[Place, ...]) -> None:
+        self._unlisten(sequence)
+        if places:
+            self._places[sequence.sequence_id] = places
+        for place in places:
+            self._listening.setdefault(place, {})[sequence.sequence_id] = sequence
+
+    def _unlisten(self, sequence: Sequence) -> None:
+        for place in self._places.pop(sequence.sequence_id, ()):
+            listeners = self._listening.get(place)
+            if listeners is not None:
+                listeners.pop(sequence.sequence_id, None)
+                if not listeners:
+                    del self._listening[place]
+
+
+def _age(sequence: Sequence) -> float:
+    """When it arrived, as far as its place in the window goes."""
+    return sequence.arrival - sequence.request.priority * PRIORITY_SECONDS

@@ -8,20 +8,27 @@ published stays in the tree while there is room), so the oldest can always go on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from agentrt.cache.prefix_cache import PrefixCache
+from agentrt.cache.radix_tree import Match
 from agentrt.errors import AgentrtError, ConstraintError, NumericalError, TooLongError
 from agentrt.request import FinishReason, TokenLogprob
 from agentrt.scheduling.admission import WaitingQueue
+from agentrt.scheduling.growth import Growth
 from agentrt.scheduling.in_flight import InFlight
 from agentrt.scheduling.plan import Admission, Remap, Run, Sampled, StepOutput, StepPlan
-from agentrt.scheduling.policy import Policy, View
+from agentrt.scheduling.policy import Policy
 from agentrt.scheduling.sequence import Sequence, Status
+from agentrt.scheduling.view import Crowd, LiveView, ProgramWork
 
 #: Decoded tokens after which a sequence publishes, so that siblings and later turns can use them.
 PUBLISH_EVERY = 32
+
+#: Sequences that one step parks beside a sibling: 10,000 may wait for one prefix.
+PARKED_PER_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,7 @@ class Scheduler:
         *,
         clock: Callable[[], float],
         max_wait: float,
+        hold_seconds: float = 60.0,
     ) -> None:
         """Makes a scheduler without sequences.
 
@@ -79,19 +87,27 @@ class Scheduler:
             budget: Bounds on a step.
             policy: Order of admission.
             clock: Seconds; the simulator gives a virtual one.
-            max_wait: Bound on how long a sequence can be passed over, seconds.
+            max_wait: Nobody is overtaken by a sequence that arrived more than this many seconds later.
+            hold_seconds: How long the cache keeps a program's prefixes, softly, while its next call is expected.
         """
         self._cache = cache
         self._page_size = cache.page_size
         self._budget = budget
         self._clock = clock
-        self._in_flight = InFlight()
+        self._hold_seconds = hold_seconds
+        self._in_flight = InFlight(cache.page_size)
+        self._growth = Growth()
+        self._crowd = Crowd()
+        self._work = ProgramWork()
         self._waiting = WaitingQueue(policy, self._view, max_wait)
+        cache.on_change = self._waiting.touch
         self._running: dict[int, Sequence] = {}  # in order of admission
         self._runs: dict[int, Run] = {}  # of the step being planned
         self._released: list[int] = []
         self._remaps: list[Remap] = []
         self._ended: list[Update] = []  # ended between steps
+        self._closed = False  # to admission in this step, since somebody had to give way
+        self._admitted = False  # somebody, in the last step
         self.preemptions = 0
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -143,6 +159,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Chooses the next step; None if no sequence has anything to compute."""
         self._runs = {}
+        self._closed = False
         left = self._budget.step_tokens
         decoding = any(not sequence.prefilling for sequence in self._running.values())
         prefill_left = min(self._budget.prefill_tokens, left) if decoding else left
@@ -153,7 +170,8 @@ class Scheduler:
             run = self._run(sequence, min(left, prefill_left) if prefilling else left)
             left -= run
             prefill_left -= run if prefilling else 0
-        admitted = self._admit(min(left, prefill_left))
+        admitted = [] if self._closed else self._admit(min(left, prefill_left))
+        self._admitted = bool(admitted)
         if not self._runs:
             return None
         plan = StepPlan(tuple(self._runs.values()), tuple(admitted), tuple(self._released), tuple(self._remaps))
@@ -207,6 +225,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         sequence.preemptions += 1
         self.preemptions += 1
+        self._closed = True
         self._runs.pop(sequence.sequence_id, None)
         self._leave(sequence)
         sequence.status = Status.WAITING
@@ -217,41 +236,52 @@ class Scheduler:
     def _admit(self, left: int) -> list[Admission]:
         """Admits waiting sequences, in order, while there is budget, room and memory, and plans their first runs."""
         admitted: list[Admission] = []
-        now = self._clock()
-        while left > 0 and len(self._running) < self._budget.max_running:
-            sequence = self._waiting.overdue(now) or self._waiting.first()
+        self._waiting.refresh()
+        spare = self._cache.available_pages - self._promised()
+        parked = 0
+        while left > 0 and len(self._running) < self._budget.max_running and parked < PARKED_PER_STEP:
+            sequence = self._waiting.first()
             if sequence is None:
                 break
-            if self._wait_for_sibling(sequence):
+            match = self._cache.match(sequence.key, sequence.reuse_limit)
+            if self._wait_for_sibling(sequence, match):
+                parked += 1
                 continue
-            admission = self._try_admit(sequence, now)
-            if admission is None:
+            spare -= self._need(sequence, match)
+            if spare < 0 and self._running:
                 break
-            admitted.append(admission)
-            count = self._run(sequence, left)
-            if not count:
+            admitted.append(self._start(sequence))
+            left -= self._run(sequence, left)
+            if self._closed:
                 break
-            left -= count
         return [admission for admission in admitted if admission.sequence_id in self._running]
 
-    def _wait_for_sibling(self, sequence: Sequence) -> bool:
-        if not self._cache.enabled:
-            return False
-        name = self._in_flight.computed_elsewhere(sequence, self._cached(sequence))
+    def _wait_for_sibling(self, sequence: Sequence, match: Match) -> bool:
+        name = self._in_flight.awaited(sequence, match.length)
         if name is None:
             return False
         self._in_flight.park(sequence, name)
         self._waiting.park(sequence)
         return True
 
-    def _try_admit(self, sequence: Sequence, now: float) -> Admission | None:
-        """Locks the sequence's cached prefix and makes it run, if what it needs next fits beside those that run."""
-        lease = self._cache.acquire(sequence.token_ids, sequence.namespace, sequence.reuse_limit, program=sequence.program)
-        wanted = self._pages_for(len(sequence.token_ids) + 1) - len(lease.pages)
-        if self._running and wanted + self._promised() > self._cache.available_pages:
-            self._cache.release(lease)
-            return None
+    def _need(self, sequence: Sequence, match: Match) -> int:
+        """Pages that would not be available any more if the sequence ran: what it computes, and what it locks of the tree."""
+        unlocked, node, tokens = 0, match.node, match.offset
+        while node is not None and not node.locks:
+            unlocked += tokens
+            node = node.parent
+            tokens = node.tokens if node is not None else 0
+        return self._pages_for(self._growth.length(sequence)) - (match.length - unlocked) // self._page_size
+
+    def _promised(self) -> int:
+        """Pages that running sequences are likely to need still."""
+        return sum(max(self._pages_for(self._growth.length(s)) - len(s.pages), 0) for s in self._running.values())
+
+    def _start(self, sequence: Sequence) -> Admission:
+        """Locks the sequence's cached prefix and makes it run."""
+        lease = self._cache.acquire(sequence.key, limit=sequence.reuse_limit, program=sequence.program)
         self._waiting.remove(sequence)
+        self._crowd.leave(sequence)
         sequence.lease = lease
         sequence.pages = list(lease.pages)
         sequence.shared_pages = len(sequence.pages)
@@ -260,10 +290,11 @@ class Scheduler:
         sequence.status = Status.RUNNING
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.cached_tokens
-            sequence.first_admission = now
+            sequence.first_admission = self._clock()
         self._running[sequence.sequence_id] = sequence
         if self._cache.enabled:
             self._in_flight.start(sequence)
+        sequence.forget_key()
         return Admission(
             sequence.sequence_id,
             self._slots(sequence, 0, lease.cached_tokens),
@@ -273,22 +304,11 @@ class Scheduler:
             sequence.seed,
         )
 
-    def _promised(self) -> int:
-        """Pages that running sequences still need for what they were admitted with."""
-        return sum(max(self._pages_for(s.admitted_length + 1) - len(s.pages), 0) for s in self._running.values())
-
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-    def _view(self, sequence: Sequence) -> View:
-        return View(cached_tokens=self._cached(sequence))
-
-    def _cached(self, sequence: Sequence) -> int:
-        return min(self._cache.match_length(sequence.token_ids, sequence.namespace), sequence.reuse_limit)
-
-    def _wake(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            self._waiting.rekey(sequence)
+    def _view(self, sequence: Sequence) -> LiveView:
+        return LiveView(sequence, self._cache, self._crowd, self._work)
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 
@@ -308,6 +328,8 @@ class Scheduler:
             return self._fail(sequence, NumericalError(sampled.error))
         prefilled = sequence.prefilling
         sequence.computed_tokens += len(run.token_ids)
+        if sequence.program is not None:
+            self._work.add(sequence.program, len(run.token_ids))
         sequence.scores.extend(sampled.scores)
         update = self._append(sequence, *self._accept(sequence, run, sampled))
         if update.ended or update.restarted:
@@ -429,7 +451,7 @@ class Scheduler:
             slots = self._slots(sequence, first * size, (first + len(moved)) * size)
             self._remaps.append(Remap(sequence.sequence_id, first * size, slots))
         sequence.shared_pages = whole
-        self._wake(self._in_flight.progress(sequence))
+        self._waiting.wake(self._in_flight.progress(sequence))
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of the running ones: whole pages go to the tree, the rest to the pool."""
@@ -447,12 +469,13 @@ class Scheduler:
         del self._running[sequence.sequence_id]
         self._released.append(sequence.sequence_id)
         self._remaps = [remap for remap in self._remaps if remap.sequence_id != sequence.sequence_id]
-        self._wake(self._in_flight.stop(sequence))
+        self._waiting.wake(self._in_flight.stop(sequence))
 
     def _retire(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
+        self._crowd.leave(sequence)
         self._leave(sequence)
-        self._wake(self._in_flight.stop(sequence))
+        self._waiting.wake(self._in_flight.stop(sequence))
         sequence.status = Status.FINISHED
 
     def _finish(self, sequence: Sequence, update: Update, reason: FinishReason) -> Update:
@@ -460,8 +483,16 @@ class Scheduler:
         if violations:
             return self._restart(sequence, violations)
         sequence.finish_reason = reason
+        self._growth.ended(sequence)
         self._retire(sequence)
+        self._expect_next_call(sequence)
         return Update(sequence, update.token_ids, update.forced, update.logprobs, ended=True)
+
+    def _expect_next_call(self, sequence: Sequence) -> None:
+        """Asks the cache to keep a program's prefixes while the call after this one is on its way."""
+        tag = sequence.request.program
+        if tag is not None and tag.expected_calls:
+            self._cache.hold(tag.program, self._hold_seconds)
 
     def _restart(self, sequence: Sequence, violations: tuple[str, ...]) -> Update:
         """Begins an answer that failed its final check anew, with another seed, as often as the request allows."""
@@ -477,6 +508,7 @@ class Scheduler:
         sequence.resamples += 1
         sequence.seed += 1
         sequence.stop_match = None
+        sequence.forget_key()
         sequence.cursor = sequence.watch.restart()
         self.add(sequence)
         return Update(sequence, restarted=True)
@@ -489,6 +521,9 @@ class Scheduler:
     def _slots(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
         """KV slots of positions [start, stop)."""
         size = self._page_size
-        if size == 1:
+        if size == 1 or start >= stop:
             return tuple(sequence.pages[start:stop])
-        return tuple(sequence.pages[position // size] * size + position % size for position in range(start, stop))
+        first = start // size
+        pages = sequence.pages[first : self._pages_for(stop)]
+        slots = itertools.chain.from_iterable(range(page * size, page * size + size) for page in pages)
+        return tuple(itertools.islice(slots, start - first * size, stop - first * size))

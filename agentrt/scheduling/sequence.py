@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from agentrt.cache.prefix_cache import PrefixLease
+from agentrt.cache.radix_tree import PrefixKey
 from agentrt.errors import AgentrtError
 from agentrt.request import FinishReason, Request, TokenLogprob
 
@@ -138,10 +139,23 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     error: AgentrtError | None = None
+    _key: PrefixKey | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.request.prompt_ids)
+
+    @property
+    def key(self) -> PrefixKey:
+        """Its ids as the tree is searched for them: packed once for all the time it waits."""
+        if self._key is None:
+            ids = self.token_ids if self.output_length else self.request.prompt_ids
+            self._key = PrefixKey(tuple(ids), self.namespace)
+        return self._key
+
+    def forget_key(self) -> None:
+        """Its ids will change, or are not searched for again soon."""
+        self._key = None
 
     @property
     def prompt_length(self) -> int:
