@@ -279,6 +279,8 @@ _MODEL_TYPES = {
     "gemma3": "Gemma3ForConditionalGeneration",
 }
 
+_NULL_IS_OFF = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
 _RECURRENT = "it keeps a recurrent state, which a cache of prefixes cannot cut at any token"
 _ALIBI = "its attention adds a bias for distance (ALiBi) outside transformers' attention interface"
 #: model_type -> why it cannot run. What transformers itself marks as stateful or closed is refused when it is loaded.
@@ -337,7 +339,8 @@ def eos_ids(hf: HF) -> tuple[int, ...]:
 
 
 def _present(hf: HF) -> HF:
-    return {key: value for key, value in hf.items() if value is not None or key == "sliding_window"}
+    """What the file says; null means "the default", but for what null turns off."""
+    return {key: value for key, value in hf.items() if value is not None or key in _NULL_IS_OFF}
 
 
 def _number(hf: HF, name: str) -> int:

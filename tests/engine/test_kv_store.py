@@ -1,0 +1,40 @@
+"""The KV store: its size, memory that is taken only when used, and copies of slots in every layer."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from agentrt.engine.kv_store import KVStore
+from agentrt.errors import UserError
+from agentrt.models.config import ModelConfig
+
+SHAPE = ModelConfig(
+    architecture="Any", layers=3, heads=6, kv_heads=2, head_dim=4, vocab_size=9, max_context=99, windows=(None,) * 3
+)
+
+
+def test_copies_slots_in_every_layer_even_onto_themselves() -> None:
+    store = KVStore(SHAPE, 8, torch.float32)
+    for layer in range(3):
+        for place, tensor in enumerate(store[layer]):
+            tensor.copy_(torch.arange(8)[:, None, None] + 100 * layer + 10 * place)
+    store.copy(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 7]))
+    for layer in range(3):
+        for place, tensor in enumerate(store[layer]):
+            assert (tensor[:, 1, 3] - 100 * layer - 10 * place).tolist() == [0, 1, 1, 2, 4, 5, 6, 3]
+
+
+def test_a_large_store_costs_nothing_until_it_is_used() -> None:
+    before = psutil.Process().memory_info().rss
+    store = KVStore(SHAPE, 4_000_000, torch.bfloat16)
+    assert len(store) == 3
+    assert store.bytes_per_token == 3 * 2 * 2 * 4 * 2
+    assert all(tensor.shape == (4_000_000, 2, 4) and tensor.is_contiguous() for tensor in store[1])
+    assert psutil.Process().memory_info().rss - before < 0.1 * 4_000_000 * store.bytes_per_token
+
+
+def test_more_than_the_machine_has_is_refused_with_the_size() -> None:
+    with pytest.raises(UserError, match=r"kv_tokens is 1000000000000000: 192000000\.0 GB"):
+        KVStore(SHAPE, 10**15, torch.float32)
