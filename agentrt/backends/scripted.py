@@ -1,0 +1,551 @@
+"""A backend whose answers a function writes: for tests, and for measuring the language without a model.
+
+It behaves like an engine in everything a caller can see: ids and deltas step by step, stop strings, lengths, seeds handed
+to the function, log-probabilities, usage with the prefix found in a cache, deadlines, aborts, errors at the door and
+on the way. It holds no model and enforces no grammar while it writes; an answer that breaks its constraint fails the
+request, as an engine's would. Invariant: every request that `submit` accepts ends exactly once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import codecs
+import json
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+from agentrt.backend import Capabilities, FlushReport, Load, Sink
+from agentrt.backends.byte_tokenizer import ByteTokenizer
+from agentrt.errors import AgentrtError, ConstraintError, EngineError, PromptError, QueueFullError, TooLongError
+from agentrt.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One scripted answer.
+
+    Attributes:
+        text: What is said.
+        delay: Seconds before its first token.
+        error: Fails the request after `text`, instead of ending it.
+        forced: How many of its leading tokens count as forced by a grammar.
+        ends: The answer ends with an end token; else it goes on to `max_tokens` as if cut there.
+    """
+
+    text: str
+    delay: float = 0.0
+    error: AgentrtError | None = None
+    forced: int = 0
+    ends: bool = True
+
+
+Script = Callable[[str, Request], "str | Answer"]
+Score = Callable[[Sequence[int], int], float]  #: (ids before, id) -> its log-probability
+
+
+def default_score(before: Sequence[int], token_id: int) -> float:
+    """A made-up log-probability between -4 and 0 that depends on the token and the one before it."""
+    seed = f"{before[-1] if before else -1},{token_id}".encode()
+    return -(crc32(seed) % 4000 + 1) / 1000
+
+
+class PrefixSet:
+    """Which token sequences are cached. Of sorted sequences, the longest common prefix with any is with a neighbour."""
+
+    def __init__(self) -> None:
+        self._sorted: dict[str, list[tuple[int, ...]]] = {}
+
+    def match(self, ids: tuple[int, ...], salt: str) -> int:
+        """Length of the longest beginning of `ids` that is cached."""
+        known = self._sorted.get(salt, [])
+        place = bisect.bisect(known, ids)
+        return max((_common(ids, other) for other in known[max(place - 1, 0) : place + 1]), default=0)
+
+    def insert(self, ids: tuple[int, ...], salt: str) -> None:
+        """Caches `ids`."""
+        known = self._sorted.setdefault(salt, [])
+        place = bisect.bisect_left(known, ids)
+        if place < len(known) and known[place][: len(ids)] == ids:
+            return
+        if place and ids[: len(known[place - 1])] == known[place - 1]:
+            known[place - 1] = ids  # what is cached already is its beginning
+        else:
+            known.insert(place, ids)
+
+    def clear(self) -> int:
+        """Forgets everything; returns how many tokens that were, counted once per sequence."""
+        tokens = sum(len(ids) for known in self._sorted.values() for ids in known)
+        self._sorted.clear()
+        return tokens
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] == b[:low], a[:high] != b[:high]
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
+    return low
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    sink: Sink
+    deltas: Iterator[TokenDelta]
+    submitted: float
+    starts: float
+    aborted: bool = False
+    usage: dict[str, Any] = field(default_factory=dict)
+
+
+class ScriptedBackend:
+    """Answers from a script; see the module's text.
+
+    Args:
+        script: Function of (prompt text, request) that returns a text or an `Answer`, or raises what the request fails
+            with; or a text that is always said; or a list of texts, said one after another and then again.
+        tokens_per_delta: How many tokens a step adds to a request.
+        step_seconds: How long a step takes.
+        inline: Answer inside `submit`, without a thread of its own; delays are not waited for.
+        score: Log-probability of a token after others.
+        max_context: Most tokens of prompt and answer together.
+        max_queued: Most requests under way; one more is refused.
+        logprobs: Whether it gives log-probabilities.
+        tokenizer: Its tokenizer.
+        model: Name to show.
+
+    Attributes:
+        requests: What was asked, oldest first (the last 10,000).
+        holds: Programs that asked for a hold.
+        ended: Programs that said they are done.
+        aborts: Requests that were aborted.
+    """
+
+    def __init__(
+        self,
+        script: Script | str | Sequence[str] = "ok",
+        *,
+        tokens_per_delta: int = 1,
+        step_seconds: float = 0.0,
+        inline: bool = False,
+        score: Score = default_score,
+        max_context: int = 1_000_000,
+        max_queued: int = 1_000_000,
+        logprobs: bool = True,
+        tokenizer: ByteTokenizer | None = None,
+        model: str = "scripted",
+    ) -> None:
+        self._script = _as_script(script)
+        self._score = score
+        self._tokens_per_delta = tokens_per_delta
+        self._step_seconds = step_seconds
+        self._inline = inline
+        self._max_queued = max_queued
+        self._tokenizer = tokenizer or ByteTokenizer()
+        kinds = ("json_schema", "regex", "choices", "lark", "tools")
+        self._capabilities = Capabilities(model, grammars=kinds, logprobs=logprobs, max_context=max_context)
+        self._cache = PrefixSet()
+        self._lock = threading.Lock()
+        self._running: dict[str, _Running] = {}
+        self._inbox: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._counters = dict.fromkeys(
+            ("requests", "prompt_tokens", "cached_tokens", "generated_tokens", "forward_passes"), 0
+        )
+        self.requests: deque[Request] = deque(maxlen=10_000)
+        self.holds: list[tuple[str, float]] = []
+        self.ended: list[str] = []
+        self.aborts: list[str] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        return self._capabilities
+
+    @property
+    def tokenizer(self) -> ByteTokenizer:
+        """Its tokenizer."""
+        return self._tokenizer
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Starts a request; see `agentrt.backend.Backend.submit`."""
+        self._check(request)
+        now = time.monotonic()
+        running = _Running(request, sink, iter(()), now, now)
+        with self._lock:
+            if self._closed:
+                raise EngineError("the scripted backend is closed")
+            if len(self._running) >= self._max_queued:
+                raise QueueFullError(
+                    f"{len(self._running)} requests are under way, the limit is {self._max_queued}; try again later"
+                )
+            self.requests.append(request)
+            self._counters["requests"] += 1
+            cached = self._cache.match(request.prompt_ids, request.cache_salt)
+            self._cache.insert(request.prompt_ids, request.cache_salt)
+            if not self._inline:
+                self._running[request.request_id] = running
+                self._start_thread()
+        running.usage = {"cached_tokens": min(cached, len(request.prompt_ids) - 1)}
+        running.deltas = self._answer(running)
+        if self._inline:
+            self._finish_inline(running)
+        else:
+            self._inbox.put(running)
+
+    def _check(self, request: Request) -> None:
+        if not request.prompt_ids:
+            raise PromptError("the prompt is empty", param="prompt_ids")
+        wrong = next((i for i in request.prompt_ids if not 0 <= i < self._tokenizer.vocab_size), None)
+        if wrong is not None:
+            raise PromptError(
+                f"token id {wrong} is outside the vocabulary of {self._tokenizer.vocab_size}", param="prompt_ids"
+            )
+        needed, limit = len(request.prompt_ids) + (request.sampling.max_tokens != 0), self._capabilities.max_context
+        if needed > limit:
+            raise TooLongError(
+                f"the prompt has {len(request.prompt_ids)} tokens, the context {limit}", needed=needed, limit=limit
+            )
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="agentrt-scripted", daemon=True)
+            self._thread.start()
+
+    # ------------------------------------------------------------------- the steps
+
+    def _finish_inline(self, running: _Running) -> None:
+        for delta in self._guarded(running):
+            running.sink(delta)
+
+    def _guarded(self, running: _Running) -> Iterator[TokenDelta]:
+        try:
+            yield from running.deltas
+        except AgentrtError as error:
+            yield TokenDelta(running.request.request_id, error=error)
+        except Exception as error:
+            yield TokenDelta(
+                running.request.request_id, error=EngineError(f"the script failed: {type(error).__name__}: {error}")
+            )
+
+    def _loop(self) -> None:
+        """Steps: one delta for each request that is under way."""
+        active: list[tuple[_Running, Iterator[TokenDelta]]] = []
+        while True:
+            while not active or not self._inbox.empty():
+                arrived = self._inbox.get()
+                if arrived is None:
+                    self._fail_all([running for running, _ in active])
+                    return
+                active.append((arrived, self._guarded(arrived)))
+            active = [(running, deltas) for running, deltas in active if not self._step(running, deltas)]
+            if self._step_seconds:
+                time.sleep(self._step_seconds)
+            elif active and all(running.starts > time.monotonic() for running, _ in active):
+                time.sleep(0.001)
+
+    def _step(self, running: _Running, deltas: Iterator[TokenDelta]) -> bool:
+        """Gives one request its next delta; True when that was its last."""
+        request, now = running.request, time.monotonic()
+        expired = request.deadline is not None and now - running.submitted > request.deadline
+        if running.aborted or expired:
+            delta = TokenDelta(request.request_id, finish_reason=FinishReason.ABORT, usage=self._usage(running, 0, 0))
+        elif running.starts > now:
+            return False
+        else:
+            delta = next(deltas)
+            if delta.request_id == "":  # the answer asked for a delay
+                return False
+        if delta.last:
+            with self._lock:
+                self._running.pop(request.request_id, None)
+        running.sink(delta)
+        return delta.last
+
+    def _fail_all(self, active: list[_Running]) -> None:
+        for running in active:
+            running.sink(TokenDelta(running.request.request_id, error=EngineError("the scripted backend was closed")))
+
+    # ------------------------------------------------------------------ the answers
+
+    def _answer(self, running: _Running) -> Iterator[TokenDelta]:
+        request, sampling = running.request, running.request.sampling
+        prompt_scores = self._prompt_scores(request)
+        if sampling.max_tokens == 0:
+            for index in range(sampling.n):
+                last = index == sampling.n - 1
+                yield TokenDelta(
+                    request.request_id, index, prompt_logprobs=prompt_scores if index == 0 else None,
+                    finish_reason=FinishReason.LENGTH, usage=self._usage(running, 0, 0) if last else None,
+                )  # fmt: skip
+            return
+        text = self._tokenizer.decode(request.prompt_ids, skip_special=False) + request.prompt_tail.decode(
+            "utf-8", "replace"
+        )
+        generated = forced = 0
+        for index in range(sampling.n):
+            answer = self._script(text, request)
+            answer = Answer(answer) if isinstance(answer, str) else answer
+            if answer.delay and not self._inline:
+                running.starts = time.monotonic() + answer.delay
+                yield TokenDelta("")
+            said = _Said(answer, sampling, self._tokenizer, request.prompt_tail)
+            generated, forced = generated + len(said.ids), forced + min(answer.forced, len(said.ids))
+            yield from self._stream(running, index, said, prompt_scores if index == 0 else None, generated, forced)
+
+    def _stream(
+        self,
+        running: _Running,
+        index: int,
+        said: _Said,
+        scores: tuple[TokenLogprob, ...] | None,
+        generated: int,
+        forced: int,
+    ) -> Iterator[TokenDelta]:
+        request, size = running.request, self._tokens_per_delta
+        places = range(0, max(len(said.ids), 1), size)
+        for place in places:
+            ids = said.ids[place : place + size]
+            end = place + size >= len(said.ids)
+            if end and said.answer.error is not None:
+                raise said.answer.error
+            if end:
+                self._publish(request, said.ids)
+            last = end and index == request.sampling.n - 1
+            yield TokenDelta(
+                request.request_id,
+                index,
+                ids,
+                said.text_of(place, place + size, end),
+                tuple(i < said.answer.forced for i in range(place, place + len(ids))),
+                self._scores(request, said.ids, place, len(ids)),
+                scores if place == 0 else None,
+                said.reason if end else None,
+                said.match if end else None,
+                self._usage(running, generated, forced) if last else None,
+            )
+
+    def _publish(self, request: Request, ids: tuple[int, ...]) -> None:
+        with self._lock:
+            self._cache.insert(request.prompt_ids + ids[:-1], request.cache_salt)
+
+    def _prompt_scores(self, request: Request) -> tuple[TokenLogprob, ...] | None:
+        sampling, ids = request.sampling, request.prompt_ids
+        if sampling.prompt_logprobs is None:
+            return None
+        places = range(sampling.prompt_logprobs_start, len(ids))
+        return tuple(TokenLogprob(ids[i], self._score(ids[:i], ids[i]) if i else None) for i in places)
+
+    def _scores(self, request: Request, ids: tuple[int, ...], place: int, size: int) -> tuple[TokenLogprob, ...] | None:
+        wanted = request.sampling.logprobs
+        if wanted is None:
+            return None
+        found = []
+        for i in range(place, place + size):
+            before = request.prompt_ids + ids[:i]
+            score = self._score(before, ids[i])
+            others = sorted(((t, self._score(before, t)) for t in range(wanted)), key=lambda pair: -pair[1])
+            found.append(TokenLogprob(ids[i], score, tuple(others)))
+        return tuple(found)
+
+    def _usage(self, running: _Running, generated: int, forced: int) -> Usage:
+        prompt, cached, now = len(running.request.prompt_ids), running.usage["cached_tokens"], time.monotonic()
+        passes = max(generated - forced, 1)
+        with self._lock:
+            counters = self._counters
+            counters["prompt_tokens"] += prompt
+            counters["cached_tokens"] += cached
+            counters["generated_tokens"] += generated
+            counters["forward_passes"] += passes
+        return Usage(prompt, cached, generated, forced, passes, forced, run_seconds=now - running.submitted)
+
+    # -------------------------------------------------------------------- the rest
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within a step."""
+        with self._lock:
+            running = self._running.get(request_id)
+            if running is not None:
+                running.aborted = True
+                self.aborts.append(request_id)
+
+    def hold(self, program: str, seconds: float) -> None:
+        """Notes the hold."""
+        self.holds.append((program, seconds))
+
+    def end_program(self, program: str) -> None:
+        """Notes the end."""
+        self.ended.append(program)
+
+    def cached_prefix(self, ids: Sequence[int], *, cache_salt: str = "") -> int:
+        """How many leading tokens of `ids` are cached."""
+        with self._lock:
+            return self._cache.match(tuple(ids), cache_salt)
+
+    def load(self) -> Load:
+        """How busy it is."""
+        return Load(len(self._running), 0, 0.0)
+
+    def flush_cache(self) -> FlushReport:
+        """Forgets every prefix."""
+        with self._lock:
+            return FlushReport(self._cache.clear(), 0)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start."""
+        with self._lock:
+            return dict(self._counters)
+
+    def close(self) -> None:
+        """Fails what is under way; a second call does nothing."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            thread = self._thread
+        if not closed:
+            self._inbox.put(None)
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=5)
+
+
+class _Said:
+    """An answer as ids and text, with stops and lengths applied."""
+
+    def __init__(self, answer: Answer, sampling: SamplingParams, tokenizer: ByteTokenizer, tail: bytes) -> None:
+        self.answer = answer
+        self._tokenizer = tokenizer
+        self._stops = sampling.stop
+        tail_text = tail.decode("utf-8", "replace")
+        ids = tokenizer.encode(tail_text + answer.text)
+        self.reason, self.match = FinishReason.STOP, None  # type: FinishReason, str | int | None
+        if answer.ends and answer.error is None and not sampling.ignore_eos:
+            ids.append(tokenizer.eos_ids[0])
+        elif not answer.ends:
+            self.reason = FinishReason.LENGTH
+        self._skip = len(tail_text)
+        self.ids = tuple(ids)
+        self.text = tokenizer.decode(self.ids)[self._skip :]
+        self._stop(sampling)
+        self._cut(sampling)
+        self._verify(sampling)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._seen = ""
+        self._given = 0
+
+    def _stop(self, sampling: SamplingParams) -> None:
+        """Applies the earliest stop: a token id, a string or a pattern."""
+        ends = [i for i, token in enumerate(self.ids) if token in sampling.stop_token_ids and i >= sampling.min_tokens]
+        if ends:
+            self.match, self.ids = self.ids[ends[0]], self.ids[: ends[0] + 1]
+            self.text = self._tokenizer.decode(self.ids[:-1])[self._skip :]
+        earliest = _earliest_stop(self._text_from(sampling.min_tokens), sampling)
+        if earliest is not None:
+            begin, end, match = earliest
+            self.match, self.reason = match, FinishReason.STOP
+            self.ids = self._ids_covering(end)
+            self.text = self.text[: end if sampling.include_stop else begin]
+
+    def _text_from(self, tokens: int) -> tuple[str, int]:
+        skipped = len(self._tokenizer.decode(self.ids[:tokens])) - self._skip if tokens else 0
+        return self.text, max(skipped, 0)
+
+    def _ids_covering(self, characters: int) -> tuple[int, ...]:
+        needed = len(self.text[:characters].encode()) + len(self._tokenizer.decode(self.ids)[: self._skip].encode())
+        total = 0
+        for place, token_id in enumerate(self.ids):
+            total += len(self._tokenizer.token_bytes(token_id) or b"")
+            if total >= needed:
+                return self.ids[: place + 1]
+        return self.ids
+
+    def _cut(self, sampling: SamplingParams) -> None:
+        limit = sampling.max_tokens
+        if limit is not None and len(self.ids) > limit:
+            self.ids, self.reason, self.match = self.ids[:limit], FinishReason.LENGTH, None
+            whole = b"".join(self._tokenizer.token_bytes(i) or b"" for i in self.ids).decode("utf-8", "ignore")
+            self.text = whole[self._skip :]
+
+    def _verify(self, sampling: SamplingParams) -> None:
+        if self.reason is not FinishReason.STOP or self.answer.error is not None:
+            return
+        problem = _violation(self.text, sampling)
+        if problem:
+            raise ConstraintError(
+                f"the scripted answer {self.text[:80]!r} breaks its constraint: {problem}", violations=(problem,)
+            )
+
+    def text_of(self, begin: int, end: int, last: bool) -> str:
+        """The text that becomes certain with the ids from `begin` to `end`."""
+        part = b"".join(self._tokenizer.token_bytes(i) or b"" for i in self.ids[begin:end])
+        self._seen += self._decoder.decode(part)
+        if last:
+            certain = len(self.text)
+        else:
+            seen = self._seen[self._skip :]
+            certain = min(len(seen) - _held_back(seen, self._stops), len(self.text))
+        text = self.text[self._given : max(certain, self._given)]
+        self._given += len(text)
+        return text
+
+
+def _held_back(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that begins a stop string."""
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+
+
+def _earliest_stop(searched: tuple[str, int], sampling: SamplingParams) -> tuple[int, int, str] | None:
+    text, start = searched
+    found = [(text.find(stop, start), stop) for stop in sampling.stop]
+    matches = [(place, place + len(stop), stop) for place, stop in found if place >= 0]
+    if sampling.stop_regex:
+        import regex  # type: ignore[import-untyped]
+
+        for pattern in sampling.stop_regex:
+            match = regex.search(pattern, text, pos=start)
+            if match is not None:
+                matches.append((match.start(), match.end(), pattern))
+    return min(matches, default=None)
+
+
+def _violation(text: str, sampling: SamplingParams) -> str:
+    """What is wrong with a finished answer, or ""."""
+    if sampling.choices is not None and text not in sampling.choices:
+        return f"it is none of {list(sampling.choices)}"
+    if sampling.regex is not None:
+        import regex
+
+        if regex.fullmatch(sampling.regex, text) is None:
+            return f"it does not match {sampling.regex!r}"
+    if sampling.json_schema is not None:
+        return _schema_violation(text, sampling.json_schema)
+    return ""
+
+
+def _schema_violation(text: str, schema: Any) -> str:
+    import jsonschema  # type: ignore[import-untyped]
+
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _as_script(script: Script | str | Sequence[str]) -> Script:
+    if isinstance(script, str):
+        return lambda text, request: script
+    if callable(script):
+        return script
+    texts, turn = list(script), count()
+    return lambda text, request: texts[next(turn) % len(texts)]

@@ -1,0 +1,663 @@
+"""The interpreter: branches that run their nodes one after another, driven by completions, not by threads.
+
+A `Branch` is a queue of nodes and a transcript. Appending a node never waits: the node runs at once if the branch is
+idle, else when the answer before it is there. Whoever makes it possible drives it on: the body that appends, or the backend's
+thread that brings an answer. Steps that must wait are generators that yield futures. Variables are known from the moment their
+node is appended (body time); ids exist only when the node has run (run time).
+
+                 append                      request
+    body  ------------------>  queue  ------------------>  backend
+      ^                          |                            |
+      | wait(variable)           | run next node              | deltas
+      +------  variables  <------+-----  transcript  <--------+
+
+Invariants: one thread at a time drives a branch; nodes of a branch run in the order they were appended; a branch that
+failed fails everything that waits on it with that same error.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrt.errors import AbortedError, PromptError, UserError
+from agentrt.lang import ir
+from agentrt.lang.options import derive_seed
+from agentrt.lang.recording import Call
+from agentrt.lang.roles import spells_control_token
+from agentrt.lang.run import Asking, Budget, Run
+from agentrt.lang.transcript import Piece, Transcript
+from agentrt.lang.variables import Feed, Variable, known
+from agentrt.request import Completion, ProgramTag, Request, SamplingParams, Usage
+
+Step = Generator[Future[Any], Any, None]
+
+_IDLE: Future[Any] = Future()  #: what a drive returns when nothing is left to run
+_CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a control token
+
+
+class UnknownVariableError(UserError, KeyError):
+    """A variable is read that the program has not set."""
+
+    def __init__(self, name: str, known_names: Iterable[str]) -> None:
+        names = ", ".join(map(repr, known_names)) or "none yet"
+        super().__init__(f"no variable {name!r} in this state; it has {names}", param=name)
+
+    def __str__(self) -> str:  # KeyError would show the message's repr
+        return str(self.args[0])
+
+
+@dataclass(slots=True)
+class Message:
+    """One chat message of a branch: its role, and where its content stands in the branch's text (pieces of the feed).
+
+    Attributes:
+        role: Its role.
+        begin: First piece of its content.
+        end: First piece after it, or None while it is open.
+        before: Content that stands in the parent branch's text.
+        trims: The template strips white space around the content.
+        suffix: What ends it.
+    """
+
+    role: str
+    begin: int
+    end: int | None = None
+    before: str = ""
+    trims: bool = False
+    suffix: tuple[Piece, ...] = ()
+
+    def content(self, pieces: list[str]) -> str:
+        """Its content, given the pieces of its branch's text."""
+        return self.before + "".join(pieces[self.begin : self.end])
+
+    def inherited(self, pieces: list[str], begin: int) -> Message:
+        """The same message as a fork sees it, whose own text begins at piece `begin`."""
+        end = None if self.end is None else begin
+        return Message(self.role, begin, end, self.content(pieces), self.trims, self.suffix)
+
+
+@dataclass(slots=True)
+class Item:
+    """A node in the queue: what, for which variables, appended where, and as which number of its branch."""
+
+    node: Any
+    variables: tuple[Variable, ...]
+    where: ir.Where
+    number: int
+    state: Any = None  #: whatever the node's step keeps while it runs
+
+    @property
+    def variable(self) -> Variable | None:
+        """The variable of the answer itself."""
+        return self.variables[-1] if self.variables else None
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything that waits on this node."""
+        for variable in self.variables:
+            variable.fail(error)
+        failing = getattr(self.node, "fail", None)
+        if failing is not None:
+            failing(error)
+
+
+@dataclass(slots=True)
+class Look:
+    """Looks at the branch when everything before it has run, from the thread that drives it."""
+
+    read: Callable[[Branch], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the wait with an error."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(slots=True)
+class ForkPoint:
+    """Where branches part: they begin when it is reached."""
+
+    children: list[Branch]
+
+    def fail(self, error: BaseException) -> None:
+        """The parent failed before its branches began."""
+        for child in self.children:
+            child.inherited = True
+            child.fail(error)
+
+
+@dataclass(slots=True)
+class JoinPoint:
+    """Where a parent takes over what its branches set."""
+
+    children: list[Branch]
+    marks: list[Future[None]]
+    sources: list[dict[str, Variable]]
+    gathered: dict[str, Variable]
+    keep_errors: bool
+    append_text: bool
+
+    def fail(self, error: BaseException) -> None:
+        """The join cannot be reached."""
+        for variable in self.gathered.values():
+            variable.fail(error)
+
+
+class Branch:
+    """One thread of a program's text; see the module's text.
+
+    Attributes:
+        run: What it shares with its siblings.
+        path: "" for the trunk, "0.2" for the third branch of the first fork, and so on.
+        variables: By name, the inherited ones included.
+        own: Names that this branch itself has set, in order.
+        transcript: Its ids.
+        feed: Its text.
+        messages: Its chat messages.
+        error: What it failed with, or None.
+        inherited: The error is its parent's.
+        seen: The body has been shown the error.
+        cancelled: It was cancelled on purpose.
+    """
+
+    def __init__(self, run: Run, path: str = "", budget: Budget | None = None, *, started: bool = True) -> None:
+        self.run = run
+        self.path = path
+        self.budget = budget or run.budget
+        self.variables: dict[str, Variable] = {}
+        self.own: dict[str, None] = {}
+        self.transcript = Transcript()
+        self.feed = Feed()
+        self.messages: list[Message] = []
+        self.scopes: list[tuple[Variable, int]] = []
+        self.known_ids = 0  # leading ids that an earlier request of this program has computed
+        self.fork_text = 0  # pieces of the feed that came from the parent
+        self.error: BaseException | None = None
+        self.inherited = self.seen = self.cancelled = False
+        self.forks = 0
+        self._expected: dict[str, Future[Variable]] = {}
+        self._queue: deque[Item] = deque()
+        self._number = 0
+        self._calls_waiting = 0
+        self._busy = not started
+        self._item: Item | None = None
+        self._step: Step | None = None
+        self._asking: Asking | None = None
+        run.branches.append(self)
+
+    # ------------------------------------------------------------------ body time
+
+    def append(self, value: Any, where: ir.Where) -> Variable | None:
+        """Appends anything that can be appended; returns the variable of its last named node.
+
+        Raises:
+            UserError: It cannot be appended.
+            AgentrtError: The branch has failed; its own error.
+        """
+        last: Variable | None = None
+        for node in ir.nodes(value):
+            self._check()
+            variables = self._declare(node)
+            last = variables[-1] if variables else last
+            self._enqueue(Item(node, variables, where, self._number))
+        return last
+
+    def enqueue(self, node: Any, where: ir.Where) -> None:
+        """Appends one of the interpreter's own nodes."""
+        self._check()
+        self._enqueue(Item(node, (), where, self._number))
+
+    def assign(self, name: str, value: Any) -> None:
+        """Sets a variable."""
+        self._check()
+        self._register(known(name, value))
+
+    def look(self, read: Callable[[Branch], Any]) -> Future[Any]:
+        """Returns the future of what `read` finds when everything appended so far has run; fails with the branch's error."""
+        look = Look(read)
+        if self.error is not None:
+            look.fail(self.error)
+        else:
+            self._enqueue(Item(look, (), ("", 0), -1))
+        return look.future
+
+    def mark(self) -> Future[Any]:
+        """Returns a future that is done when everything appended so far has run; fails with the branch's error."""
+        return self.look(lambda _: None)
+
+    def expect(self, name: str) -> Future[Variable]:
+        """Returns the future of a variable that the body may not have come to yet."""
+        with self.run.lock:
+            found, error = self.variables.get(name), self.error
+            if found is None and error is None and not self.run.done.done():
+                return self._expected.setdefault(name, Future())
+        future: Future[Variable] = Future()
+        if found is not None:
+            future.set_result(found)
+        else:
+            future.set_exception(error or UnknownVariableError(name, self.variables))
+        return future
+
+    def end(self) -> None:
+        """The run is over: nothing follows in the text, and what was expected will not come."""
+        self.feed.close(self.error)
+        with self.run.lock:
+            expected, self._expected = self._expected, {}
+        for name, future in expected.items():
+            future.set_exception(self.error or UnknownVariableError(name, self.variables))
+
+    def _check(self) -> None:
+        if self.error is not None:
+            self.seen = True
+            raise self.error
+
+    def _declare(self, node: Any) -> tuple[Variable, ...]:
+        variables = tuple(Variable(name) for name in _names(node))
+        for variable in variables:
+            self._register(variable)
+        return variables
+
+    def _register(self, variable: Variable) -> None:
+        with self.run.lock:
+            self.variables[variable.name] = variable
+            self.own[variable.name] = None
+            expected = self._expected.pop(variable.name, None) if self._expected else None
+        if expected is not None:
+            expected.set_result(variable)
+
+    def _enqueue(self, item: Item) -> None:
+        self._number += item.number >= 0  # a look takes no number: it must not change the seeds of what follows
+        with self.run.lock:
+            failed = self.error
+            if failed is None:
+                self._queue.append(item)
+                self._calls_waiting += isinstance(item.node, _CALLS)
+                if self._busy:
+                    return
+                self._busy = True
+        if failed is not None:
+            item.fail(failed)
+        else:
+            self._drive()
+
+    def fork(self, count: int, where: ir.Where, budget: Callable[[], Budget] | None = None) -> list[Branch]:
+        """Appends a fork point and returns its branches, which begin when it is reached."""
+        self._check()
+        fork, self.forks = self.forks, self.forks + 1
+        prefix = f"{self.path}/{fork}" if self.path else str(fork)
+        children = []
+        for number in range(count):
+            child = Branch(self.run, f"{prefix}.{number}", budget() if budget else self.budget, started=False)
+            child.variables = self.variables.copy()
+            children.append(child)
+        self.enqueue(ForkPoint(children), where)
+        return children
+
+    def join(self, children: list[Branch], where: ir.Where, *, keep_errors: bool, append_text: bool) -> None:
+        """Appends a join: the variables that the children set become lists here, in the children's order."""
+        taken = [child for child in children if not child.cancelled]
+        names = dict.fromkeys(name for child in taken for name in child.own)
+        gathered = {name: Variable(name) for name in names}
+        sources = [{name: child.variables[name] for name in child.own} for child in taken]
+        point = JoinPoint(taken, [child.mark() for child in taken], sources, gathered, keep_errors, append_text)
+        for variable in gathered.values():
+            self._register(variable)
+        self.enqueue(point, where)
+
+    def cancel(self, reason: str = "the branch was cancelled") -> None:
+        """Ends the branch: its request within a step, its waiting nodes at once."""
+        if self.error is None:
+            self.cancelled = True
+            self.fail(AbortedError(reason))
+
+    def fail(self, error: BaseException, item: Item | None = None) -> None:
+        """Ends the branch with `error`, and everything that waits on it."""
+        with self.run.lock:
+            if self.error is not None:
+                return
+            self.error = error
+            ended = [*([self._item] if self._item is not None else ()), *self._queue]
+            self._queue.clear()
+            asking = self._asking
+        if item is not None:
+            _explain(error, self.run.name, item)
+        for waiting in ended:
+            waiting.fail(error)
+        for variable, _ in self.scopes:
+            variable.fail(error)
+        self.feed.close(error)
+        if asking is not None and not asking.future.done():
+            self.run.abort(asking.request.request_id)
+
+    # ------------------------------------------------------------------- run time
+
+    def _drive(self, ready: Future[Any] | None = None) -> None:
+        """Runs nodes until one must wait or none is left. Only who set `_busy` is in here."""
+        while True:
+            try:
+                waiting = self._advance(ready) if self._step is not None else self._begin_next()
+            except BaseException as error:
+                item, self._step = self._item, None
+                self.fail(error, item)
+                return
+            if waiting is _IDLE:
+                return
+            if waiting is not None and not waiting.done():
+                waiting.add_done_callback(self._drive)
+                return
+            ready = waiting
+
+    def _begin_next(self) -> Future[Any] | None:
+        with self.run.lock:
+            if self.error is not None or not self._queue:
+                self._item = None
+                self._busy = self.error is not None
+                return _IDLE
+            item = self._item = self._queue.popleft()
+            self._calls_waiting -= isinstance(item.node, _CALLS)
+        step = _STEPS[type(item.node)](self, item)
+        if step is None:
+            return None
+        self._step = step
+        waiting = next(step, None)
+        if waiting is None:
+            self._step = None
+        return waiting
+
+    def _advance(self, ready: Future[Any] | None) -> Future[Any] | None:
+        step = self._step
+        if step is None or ready is None:
+            raise AssertionError("a step waits on a future")
+        if self.error is not None:  # cancelled meanwhile
+            self._step = None
+            step.close()
+            return _IDLE
+        error = ready.exception()
+        try:
+            return step.send(ready.result()) if error is None else step.throw(error)
+        except StopIteration:
+            self._step = None
+            return None
+
+    def write(self, piece: Piece, shown: str | None = None) -> None:
+        """Appends text or a control token to the transcript, and to the text that readers see."""
+        self.transcript.write(piece)
+        if shown is None:
+            shown = piece if isinstance(piece, str) else self.run.tokenizer.decode([piece], skip_special=False)
+        self.feed.push(shown)
+
+    def begin_message(self, role: str) -> None:
+        """Opens a chat message.
+
+        Raises:
+            UserError: Another is open.
+            PromptError: The model's chat template has no place for it.
+        """
+        if self.in_chat:
+            raise UserError(
+                f"a {role!r} message begins inside a {self.messages[-1].role!r} message; end that one first"
+            )
+        pieces = self.run.roles.pieces([message.role for message in self.messages], role)
+        for piece in pieces.prefix:
+            self.write(piece)
+        self.messages.append(Message(role, len(self.feed.pieces), trims=pieces.trims, suffix=pieces.suffix))
+
+    def end_message(self, role: str) -> None:
+        """Closes the open chat message.
+
+        Raises:
+            UserError: None of this role is open.
+        """
+        if not self.in_chat or self.messages[-1].role != role:
+            opened = f"a {self.messages[-1].role!r} message is open" if self.in_chat else "no message is open"
+            raise UserError(f"a {role!r} message ends, but {opened}")
+        message = self.messages[-1]
+        message.end = len(self.feed.pieces)
+        pending = self.transcript.pending
+        if message.trims and message.end > message.begin and pending and isinstance(pending[-1], str):
+            pending[-1] = pending[-1].rstrip()
+        for piece in message.suffix:
+            self.write(piece)
+
+    def prompt(self, *, heal: bool = False) -> tuple[tuple[int, ...], bytes]:
+        """Tokenises what waits and returns (ids, bytes left to the answer to complete).
+
+        Raises:
+            PromptError: There is nothing to ask about.
+        """
+        transcript = self.transcript
+        tail = transcript.settle(self.run.tokenizer, heal=heal)
+        if not transcript.ids:
+            raise PromptError("the prompt is empty: append some text before the first gen")
+        self.known_ids = min(self.known_ids, len(transcript.ids))
+        return tuple(transcript.ids), tail
+
+    def seed(self, item: Item, attempt: int = 0) -> int:
+        """The seed of a node's request: of the run's, the branch's path and the node's number alone."""
+        return derive_seed(self.run.seed, self.path, item.number, attempt)
+
+    def request(
+        self,
+        ids: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        tail: bytes = b"",
+        seconds: float | None = None,
+        parts: int = 0,
+    ) -> Request:
+        """Makes a request that carries the branch's place in the program, its deadline and what comes next."""
+        left = self.budget.seconds()
+        deadline = left if seconds is None else seconds if left is None else min(left, seconds)
+        following = self._queue[0].node if self._queue else None
+        if not parts and isinstance(following, ForkPoint):
+            parts = len(following.children)
+        tag = ProgramTag(self.run.id, self.path, self._calls_waiting, parts)
+        return Request(prompt_ids=ids, sampling=sampling, program=tag, deadline=deadline, prompt_tail=tail)
+
+    def submit(self, request: Request, show: Callable[[str], None] | None = None) -> Asking:
+        """Starts the request of the node that is running.
+
+        Raises:
+            AgentrtError: As `Backend.submit`, or the branch was cancelled.
+        """
+        asking = self.run.submit(request, show)
+        self._asking = asking
+        if self.error is not None:
+            self.run.abort(request.request_id)
+        return asking
+
+    def record(self, item: Item, kind: str, request: Request, usage: Usage, began: float, reason: str) -> Call:
+        """Remembers a request that was answered, and that its prompt is computed now."""
+        ids, known_ids = request.prompt_ids, self.known_ids
+        call = Call(
+            self.path,
+            item.number,
+            item.variable.name if item.variable is not None else "",
+            kind,
+            f"{item.where[0]}:{item.where[1]}",
+            usage.prompt_tokens or len(ids),
+            known_ids,
+            usage.cached_tokens,
+            ids[known_ids] if known_ids < len(ids) else None,
+            usage.completion_tokens,
+            usage.forced_tokens,
+            usage.forward_passes,
+            usage.passes_saved,
+            usage.queue_seconds,
+            usage.run_seconds,
+            began,
+            self.run.clock(),
+            reason,
+        )
+        self.run.calls.append(call)
+        self.known_ids = len(ids)
+        self.budget.spend(usage.completion_tokens)
+        return call
+
+    def answered(self, completion: Completion, tail: bytes = b"") -> None:
+        """Appends an answer's ids to the transcript."""
+        sample = completion.samples[0]
+        ends = self.run.ends
+        if isinstance(sample.stop_match, int):
+            ends = ends | {sample.stop_match}
+        self.transcript.add_answer(sample, self.run.tokenizer, ends, tail)
+        self.known_ids = len(self.transcript.ids)
+
+    def begin_after(self, parent: Branch, text: str) -> None:
+        """Begins where `parent` stands, whose text so far is `text`."""
+        self.transcript = parent.transcript.copy()
+        self.known_ids = parent.known_ids
+        self.feed.push(text)
+        self.fork_text = len(self.feed.pieces)
+        self.messages = [message.inherited(parent.feed.pieces, self.fork_text) for message in parent.messages]
+        with self.run.lock:
+            self._busy = self.error is not None
+            if self._busy or not self._queue:
+                return
+            self._busy = True
+        self._drive()
+
+    @property
+    def in_chat(self) -> bool:
+        """Whether a message is open."""
+        return bool(self.messages) and self.messages[-1].end is None
+
+
+def _names(node: Any) -> tuple[str, ...]:
+    """Names of the variables that a node sets."""
+    name = getattr(node, "name", None)
+    if not name or isinstance(node, ir.ScopeEnd):
+        return ()
+    return (f"{name}_reasoning_content", name) if getattr(node, "reasoning", None) else (name,)
+
+
+def _explain(error: BaseException, program: str, item: Item) -> None:
+    file, line = item.where
+    if line and not getattr(error, "__notes__", None):
+        source = linecache.getline(file, line).strip()
+        error.add_note(f"in program {program!r}, {file}:{line}" + (f": {source}" if source else ""))
+
+
+# ----------------------------------------------------------------------------- steps
+
+
+def _text(branch: Branch, item: Item) -> None:
+    text: str = item.node.text
+    if _CONTROL.search(text):
+        _warn_of_control(branch, text)
+    if (
+        branch.messages
+        and branch.messages[-1].trims
+        and branch.in_chat
+        and len(branch.feed.pieces) == branch.messages[-1].begin
+    ):
+        text = text.lstrip()
+    branch.write(text)
+
+
+def _warn_of_control(branch: Branch, text: str) -> None:
+    if "control" not in branch.run.warned and spells_control_token(branch.run.tokenizer, text):
+        branch.run.warn_once(
+            "control",
+            f"{text.strip()[:60]!r} spells a control token; as text it stays text. Write special(...) for the token.",
+        )
+
+
+def _special(branch: Branch, item: Item) -> None:
+    text: str = item.node.text
+    tokenizer = branch.run.tokenizer
+    ids = tokenizer.encode(text, special=True)
+    if len(ids) != 1 or tokenizer.token_bytes(ids[0]) is not None:
+        raise UserError(f"special({text!r}): this model has no control token of that spelling", param="special")
+    branch.write(ids[0], text)
+
+
+def _role_begin(branch: Branch, item: Item) -> None:
+    branch.begin_message(item.node.role)
+
+
+def _role_end(branch: Branch, item: Item) -> None:
+    branch.end_message(item.node.role)
+
+
+def _scope_begin(branch: Branch, item: Item) -> None:
+    branch.scopes.append((item.variables[0], len(branch.feed.pieces)))
+
+
+def _scope_end(branch: Branch, item: Item) -> None:
+    variable, begin = branch.scopes.pop()
+    text = "".join(branch.feed.pieces[begin:])
+    variable.feed.push(text)
+    variable.settle(text)
+
+
+def _media(branch: Branch, item: Item) -> None:
+    kind, backend = item.node.kind, branch.run.backend
+    able = "takes them, but requests cannot carry them yet" if backend.capabilities.vision else "takes text only"
+    raise UserError(f"{kind}(...) was appended, but model {backend.capabilities.model!r} {able}", param=kind)
+
+
+def _look(branch: Branch, item: Item) -> None:
+    item.node.future.set_result(item.node.read(branch))
+
+
+def _fork(branch: Branch, item: Item) -> None:
+    branch.transcript.settle(branch.run.tokenizer)
+    branch.known_ids = min(branch.known_ids, len(branch.transcript.ids))
+    text = branch.feed.text
+    for child in item.node.children:
+        child.begin_after(branch, text)
+
+
+def _join(branch: Branch, item: Item) -> Step:
+    point: JoinPoint = item.node
+    failed: BaseException | None = None
+    for child, mark in zip(point.children, point.marks, strict=True):
+        try:
+            yield mark
+        except BaseException as error:
+            child.seen = True
+            failed = failed or error
+    if failed is not None and not point.keep_errors:
+        raise failed
+    for name, variable in point.gathered.items():
+        sources = [own[name] for own in point.sources if name in own]
+        values = [source.future.exception() or source.future.result() for source in sources]
+        variable.settle(values, [source.meta for source in sources])
+    if point.append_text:
+        for child in point.children:
+            branch.write("".join(child.feed.pieces[child.fork_text :]))
+
+
+def _tool_step(branch: Branch, item: Item) -> Step:
+    from agentrt.lang import agent
+
+    return agent.loop(branch, item) if isinstance(item.node, ir.AgentLoop) else agent.call_once(branch, item)
+
+
+from agentrt.lang.generate import generate  # noqa: E402  (the steps that ask the model need the classes above)
+from agentrt.lang.scoring import select_best  # noqa: E402
+
+_CALLS = (ir.Gen, ir.Select, ir.ToolCall, ir.AgentLoop)
+_STEPS: dict[type, Callable[[Branch, Item], Step | None]] = {
+    ir.Text: _text,
+    ir.Gen: generate,
+    ir.Select: select_best,
+    ir.Special: _special,
+    ir.RoleBegin: _role_begin,
+    ir.RoleEnd: _role_end,
+    ir.ScopeBegin: _scope_begin,
+    ir.ScopeEnd: _scope_end,
+    ir.Media: _media,
+    ir.ToolCall: _tool_step,
+    ir.AgentLoop: _tool_step,
+    Look: _look,
+    ForkPoint: _fork,
+    JoinPoint: _join,
+}

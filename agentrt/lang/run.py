@@ -1,0 +1,242 @@
+"""One run of a program: what its branches share.
+
+A `Run` holds the backend, the sampling defaults, the seed, the budget and the deadline, the branches, and what was
+recorded; it makes requests on the branches' behalf and knows which are in flight. It runs no body and no node.
+Invariant: every request it submits ends in exactly one future, and after `close` nothing of the run is in flight.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrt.backend import Backend, Collector, Sink
+from agentrt.errors import AbortedError, AgentrtError, RequestError
+from agentrt.lang.options import Sampling
+from agentrt.lang.recording import Call, Recording, ToolRun
+from agentrt.lang.roles import ChatRoles, chat_roles
+from agentrt.request import Completion, FinishReason, Request, TokenDelta
+
+if TYPE_CHECKING:
+    from agentrt.lang.interpreter import Branch
+
+_run_numbers = itertools.count()
+
+
+class BudgetError(RequestError):
+    """A program or a branch has used up the tokens it was given.
+
+    Attributes:
+        limit: Tokens that it was given.
+    """
+
+    def __init__(self, message: str, *, limit: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class Gate(Protocol):
+    """Holds back a batch's first requests until their common prefix is known."""
+
+    def submit(self, request: Request, sink: Sink) -> bool:
+        """Takes the request, to be submitted later; False if the gate is open."""
+        ...
+
+
+class Budget:
+    """Tokens and time that a run or a branch may use; a branch's is inside its parent's.
+
+    Tokens are counted when an answer is complete, and every answer's length is bounded by what is left when it begins;
+    branches that run at the same time may therefore together go beyond the limit, each by at most what it began with.
+    """
+
+    __slots__ = ("deadline", "outer", "tokens", "used")
+
+    def __init__(self, outer: Budget | None = None, tokens: int | None = None, seconds: float | None = None) -> None:
+        self.outer = outer
+        self.tokens = tokens
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self.used = 0
+
+    def room(self) -> int | None:
+        """Tokens that are left, None for no bound.
+
+        Raises:
+            BudgetError: None are left.
+        """
+        own = None if self.tokens is None else self.tokens - self.used
+        if own is not None and own <= 0:
+            raise BudgetError(
+                f"the token budget of {self.tokens} is used up ({self.used} generated)", limit=self.tokens or 0
+            )
+        outer = self.outer.room() if self.outer is not None else None
+        return outer if own is None else own if outer is None else min(own, outer)
+
+    def spend(self, tokens: int) -> None:
+        """Counts generated tokens."""
+        self.used += tokens
+        if self.outer is not None:
+            self.outer.spend(tokens)
+
+    def seconds(self) -> float | None:
+        """Seconds that are left, None for no bound.
+
+        Raises:
+            AbortedError: The deadline has passed.
+        """
+        outer = self.outer.seconds() if self.outer is not None else None
+        if self.deadline is None:
+            return outer
+        own = self.deadline - time.monotonic()
+        if own <= 0:
+            raise AbortedError("the deadline of the program or branch has passed")
+        return own if outer is None else min(own, outer)
+
+
+class Asking:
+    """One request in flight: collects its deltas and shows its text as it comes."""
+
+    __slots__ = ("_collector", "_show", "future", "request")
+
+    def __init__(self, request: Request, show: Callable[[str], None] | None) -> None:
+        self.request = request
+        self.future: Future[Completion] = Future()
+        self._collector = Collector(request)
+        self._show = show
+
+    def __call__(self, delta: TokenDelta) -> None:
+        """Takes one delta; the sink of the request."""
+        try:
+            completion = self._collector.add(delta)
+            if self._show is not None and delta.text and delta.index == 0:
+                self._show(delta.text)
+        except BaseException as error:
+            if not self.future.done():
+                self.future.set_exception(copy.copy(error) if isinstance(error, AgentrtError) else error)
+            return
+        if completion is not None and not self.future.done():
+            self.future.set_result(completion)
+
+
+class Run:
+    """What the branches of one run share; see the module's text.
+
+    Attributes:
+        id: Unique; the program id that the engine is told.
+        name: The program's name.
+        backend: Where its requests go.
+        sampling: Defaults of its gens.
+        seed: Every gen's seed derives from it.
+        budget: Of the whole run.
+        branches: Every branch, the trunk first.
+        calls, tool_runs: What was recorded.
+        recording: What a replay needs.
+        done: Of the end of the whole run; with the error that it ended with.
+        ret_value: What the body returned.
+        healing: Whether plain text before a gen may be completed by it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        sampling: Sampling,
+        *,
+        name: str = "program",
+        budget: Budget | None = None,
+        gate: Gate | None = None,
+        replay: Recording | None = None,
+        healing: bool = False,
+    ) -> None:
+        self.id = f"{name}-{os.getpid():x}-{next(_run_numbers)}"
+        self.name = name
+        self.backend = backend
+        self.tokenizer = backend.tokenizer
+        self.sampling = sampling
+        fresh = secrets.randbits(48) if sampling.seed is None else sampling.seed
+        self.seed = replay.seed if replay is not None else fresh
+        self.budget = budget or Budget()
+        self.gate = gate
+        self.healing = healing
+        self.branches: list[Branch] = []
+        self.calls: list[Call] = []
+        self.tool_runs: list[ToolRun] = []
+        self.replay = replay
+        self.recording = Recording(name, self.seed)
+        self.began = time.monotonic()
+        self.done: Future[None] = Future()
+        self.ret_value: Any = None
+        self.lock = threading.Lock()
+        self.ends = frozenset(self.tokenizer.eos_ids)
+        self.warned: set[str] = set()
+
+    @property
+    def roles(self) -> ChatRoles:
+        """The model's chat roles."""
+        return chat_roles(self.tokenizer)
+
+    def clock(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.began
+
+    def warn_once(self, topic: str, message: str) -> None:
+        """Warns, once per topic and run."""
+        if topic not in self.warned:
+            self.warned.add(topic)
+            warnings.warn(message, stacklevel=2)
+
+    def submit(self, request: Request, show: Callable[[str], None] | None = None) -> Asking:
+        """Starts a request.
+
+        Raises:
+            AgentrtError: As `Backend.submit`.
+        """
+        asking = Asking(request, show)
+        gate = self.gate
+        if gate is None or not gate.submit(request, asking):
+            self.backend.submit(request, asking)
+        return asking
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within a step."""
+        self.backend.abort(request_id)
+
+    def cancel(self, reason: str) -> None:
+        """Ends every branch: requests within a step, what waits at once."""
+        for branch in list(self.branches):
+            branch.cancel(reason)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The body has ended and nothing is in flight: says so to the backend and to every reader."""
+        try:
+            self.backend.end_program(self.id)
+        except AgentrtError as failure:  # an engine that is down has nothing to free
+            error = error or failure
+        with self.lock:
+            first = not self.done.done()
+            if first and error is None:
+                self.done.set_result(None)
+            elif first:
+                self.done.set_exception(error)
+        for branch in list(self.branches):
+            branch.end()
+
+
+def check_complete(completion: Completion) -> Completion:
+    """Returns the completion.
+
+    Raises:
+        AbortedError: It was aborted, by a deadline or from outside the program.
+    """
+    if any(sample.finish_reason is FinishReason.ABORT for sample in completion.samples):
+        raise AbortedError(
+            "the request was aborted before its answer was complete (a deadline passed, or someone aborted it)"
+        )
+    return completion

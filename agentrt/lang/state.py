@@ -1,0 +1,416 @@
+"""What a program's body holds in its hands: the state, in a synchronous and an asynchronous form, and groups of forks.
+
+Both forms are thin faces of a `Branch`: appending never waits; reading does, by parking or blocking in the one and by
+``await`` in the other. No semantics of nodes here. Invariant: whatever is read from a failed state raises that state's
+own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Self
+
+from agentrt.errors import UserError
+from agentrt.lang import expressions, ir
+from agentrt.lang.forks import AsyncForks, Forks, fork_budget
+from agentrt.lang.interpreter import Branch, UnknownVariableError
+from agentrt.lang.origin import caller
+from agentrt.lang.recording import Recording
+from agentrt.lang.run import Run
+from agentrt.lang.variables import Variable
+from agentrt.lang.waiting import await_future, wait
+
+
+class Face:
+    """What both forms of a state share: everything that does not wait."""
+
+    def __init__(self, branch: Branch, *, inside: bool = True, joins: Callable[[], Any] | None = None) -> None:
+        self._branch = branch
+        self._inside = inside  # held by the body, which knows what it has appended; others wait for the body
+        self._joins = joins
+
+    def __iadd__(self, value: Any) -> Self:
+        self._branch.append(value, caller())
+        return self
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._branch.assign(name, value)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._branch.variables
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._joins is not None and error is None:
+            self._joins()
+
+    def set_var(self, name: str, value: Any) -> None:
+        """Sets a variable."""
+        self._branch.assign(name, value)
+
+    @property
+    def ret_value(self) -> Any:
+        """What the program's body returned."""
+        return self._run.ret_value
+
+    @property
+    def _run(self) -> Run:
+        return self._branch.run
+
+    # Roles: ``s.user(expr)`` appends; ``with s.user():`` appends begin and end around what is appended inside.
+
+    def system(self, expr: Any = None) -> Any:
+        """Appends a system message, or, without `expr`, opens one for a with block."""
+        return self._role("system", expr)
+
+    def user(self, expr: Any = None) -> Any:
+        """Appends a user message, or, without `expr`, opens one for a with block."""
+        return self._role("user", expr)
+
+    def assistant(self, expr: Any = None) -> Any:
+        """Appends an assistant message, or, without `expr`, opens one for a with block."""
+        return self._role("assistant", expr)
+
+    def _role(self, role: str, expr: Any) -> Any:
+        if expr is None:
+            return self._around(ir.RoleBegin(role), ir.RoleEnd(role))
+        self._branch.append(ir.as_series((ir.RoleBegin(role), expr, ir.RoleEnd(role))), caller())
+        return ir.Appended()
+
+    def system_begin(self) -> ir.Appended:
+        """Begins a system message."""
+        return self._appended(expressions.system_begin())
+
+    def system_end(self) -> ir.Appended:
+        """Ends a system message."""
+        return self._appended(expressions.system_end())
+
+    def user_begin(self) -> ir.Appended:
+        """Begins a user message."""
+        return self._appended(expressions.user_begin())
+
+    def user_end(self) -> ir.Appended:
+        """Ends a user message."""
+        return self._appended(expressions.user_end())
+
+    def assistant_begin(self) -> ir.Appended:
+        """Begins an assistant message."""
+        return self._appended(expressions.assistant_begin())
+
+    def assistant_end(self) -> ir.Appended:
+        """Ends an assistant message."""
+        return self._appended(expressions.assistant_end())
+
+    def _appended(self, node: ir.Expr) -> ir.Appended:
+        self._branch.append(node, caller())
+        return ir.Appended()
+
+    def var_scope(self, name: str) -> Any:
+        """Opens a with block; everything that is appended inside is also the value of variable `name`."""
+        return self._around(ir.ScopeBegin(name), ir.ScopeEnd(name))
+
+    @contextmanager
+    def _around(self, begin: ir.Expr, end: ir.Expr) -> Iterator[Self]:
+        self._branch.append(begin, caller())
+        yield self
+        self._branch.append(end, caller())
+
+    def cancel(self) -> None:
+        """Ends this state's branch; for the state of a whole run, the run. Its request is gone within a step."""
+        if self._branch.path:
+            self._branch.cancel()
+        else:
+            self._run.cancel("the program was cancelled")
+
+    @property
+    def recording(self) -> Recording:
+        """What it takes to run the program again with the same tokens (``program.replay(recording, ...)``)."""
+        return self._run.recording
+
+    # What both forms read, as futures.
+
+    def _variable(self, name: str) -> Future[Variable]:
+        if self._inside and name not in self._branch.variables and self._branch.error is None:
+            raise UnknownVariableError(name, self._branch.variables)
+        return self._branch.expect(name)
+
+    def _look(self, read: Callable[[Branch], Any]) -> Future[Any]:
+        return self._branch.look(read)
+
+    def _shown(self) -> None:
+        """Notes that the body has been shown the branch's error: it is no longer the run's to raise."""
+        if self._branch.error is not None:
+            self._branch.seen = True
+
+    def _made(self, expr: Any) -> Variable:
+        variable = self._branch.append(expr, caller())
+        if variable is None:
+            raise UserError("this waits for a value, so it needs a name: s.gen('answer', ...)", param="name")
+        return variable
+
+    def _forked(
+        self, size: int, position_ids_offset: Any, deadline: float | None, token_budget: int | None
+    ) -> list[Branch]:
+        if not isinstance(size, int) or size < 1:
+            raise UserError(f"fork({size!r}): the number of branches must be at least 1", param="size")
+        if position_ids_offset is not None:
+            self._run.warn_once(
+                "position_ids_offset",
+                "position_ids_offset is accepted and changes nothing here: positions follow the text",
+            )
+        return self._branch.fork(size, caller(), fork_budget(self._branch, deadline, token_budget))
+
+
+def _text(branch: Branch) -> str:
+    return branch.feed.text
+
+
+def _messages(branch: Branch) -> list[dict[str, Any]]:
+    return [{"role": message.role, "content": message.content(branch.feed.pieces)} for message in branch.messages]
+
+
+def _length(branch: Branch) -> int:
+    return len(branch.feed.pieces)
+
+
+def _ids(branch: Branch) -> list[int]:
+    branch.transcript.settle(branch.run.tokenizer)
+    return branch.transcript.ids.copy()
+
+
+def _tokens_left(branch: Branch) -> int:
+    return branch.run.backend.capabilities.max_context - len(_ids(branch))
+
+
+class State(Face):
+    """A program's state. ``s += ...`` appends and never waits; reading waits."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get_var(name)
+
+    def get_var(self, name: str) -> Any:
+        """Returns a variable's value, waiting for it.
+
+        Raises:
+            UnknownVariableError: The program has not set it.
+            AgentrtError: The error that the state failed with.
+        """
+        return self._wait(self._wait(self._variable(name)).future)
+
+    def get_meta_info(self, name: str) -> Any:
+        """Returns what is known about how a variable's value came to be: tokens, log-probabilities, why it ended."""
+        variable = self._wait(self._variable(name))
+        self._wait(variable.future)
+        return variable.meta
+
+    def text(self) -> str:
+        """Returns the whole text, waiting for everything that was appended."""
+        self.sync()
+        return str(self._wait(self._look(_text)))
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Returns the chat messages, waiting for everything that was appended."""
+        self.sync()
+        found: list[dict[str, Any]] = self._wait(self._look(_messages))
+        return found
+
+    def token_ids(self) -> list[int]:
+        """Returns the ids of the whole text; text that waits is tokenised now."""
+        self.sync()
+        found: list[int] = self._wait(self._look(_ids))
+        return found
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens the model's context has left."""
+        self.sync()
+        return int(self._wait(self._look(_tokens_left)))
+
+    def sync(self) -> None:
+        """Waits for everything that was appended (from outside the body: for the run's end); raises the state's error."""
+        if not self._inside and not self._branch.path:
+            self._wait(self._run.done)
+        self._wait(self._branch.mark())
+
+    def error(self) -> BaseException | None:
+        """Waits as `sync` does, and returns the error that the state failed with, or None."""
+        try:
+            self.sync()
+        except BaseException as error:
+            return self._branch.error or error
+        return None
+
+    def gen(self, name: str, *args: Any, **options: Any) -> Any:
+        """Appends ``gen(name, ...)`` and returns its value."""
+        return self._wait(self._made(expressions.gen(name, *args, **options)).future)
+
+    def select(self, name: str, choices: Sequence[str], *args: Any, **options: Any) -> Any:
+        """Appends ``select(name, choices, ...)`` and returns its value."""
+        return self._wait(self._made(expressions.select(name, choices, *args, **options)).future)
+
+    def text_iter(self, var_name: str | None = None) -> Iterator[str]:
+        """Yields the text of a variable, or of the whole state, as it comes; ends with the state's error if it fails."""
+        try:
+            if var_name is not None:
+                yield from self._wait(self._variable(var_name)).feed.read()
+            elif not self._inside:
+                yield from self._branch.feed.read()
+            else:  # the body itself reads: what it has appended so far
+                yield from self._branch.feed.read(until=self._look(_length))
+        finally:
+            self._shown()
+
+    async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
+        """The asynchronous twin of `text_iter`; with `return_meta_data`, yields (text, what is known so far) pairs."""
+        variable: Variable | None = None
+        if var_name is not None:
+            variable = await await_future(self._variable(var_name))
+        feed = self._branch.feed if variable is None else variable.feed
+        try:
+            async for piece in feed.aread():
+                yield (piece, {} if variable is None else variable.meta) if return_meta_data else piece
+        finally:
+            self._shown()
+
+    def partial_iter(self, name: str, type: Any = dict) -> Iterator[Any]:
+        """Yields what can be read of a JSON answer while it streams: ever fuller Python values, each different from the last."""
+        from pydantic_core import from_json
+
+        text, last = "", None
+        for piece in self.text_iter(name):
+            text += piece
+            try:
+                value = from_json(text, allow_partial="trailing-strings")
+            except ValueError:
+                continue
+            if value != last and isinstance(value, dict | list):
+                last = value
+                yield value
+
+    def fork(
+        self,
+        size: int = 1,
+        position_ids_offset: Any = None,
+        *,
+        deadline: float | None = None,
+        token_budget: int | None = None,
+    ) -> Forks:
+        """Parts the program into branches that go on from here at the same time.
+
+        Args:
+            size: How many.
+            position_ids_offset: Accepted for SGLang's sake; changes nothing.
+            deadline: Seconds that each branch may take.
+            token_budget: Tokens that each branch may generate.
+        """
+        branches = self._forked(size, position_ids_offset, deadline, token_budget)
+        return Forks(self._branch, [State(branch) for branch in branches])
+
+    def copy(self) -> State:
+        """Returns a state that goes on from here on its own; as a with block, its variables are joined at the end."""
+        forks = self.fork(1)
+        return State(forks[0]._branch, joins=forks.join)
+
+    def _wait(self, future: Future[Any]) -> Any:
+        try:
+            return wait(future)
+        except BaseException:
+            self._shown()
+            raise
+
+
+class AsyncState(Face):
+    """The state of an ``async def`` program: ``s += ...`` appends as ever, and everything that reads is awaited."""
+
+    def __getitem__(self, name: str) -> Awaitable[Any]:
+        return self.get_var(name)
+
+    async def get_var(self, name: str) -> Any:
+        """Returns a variable's value; see `State.get_var`."""
+        return await self._wait((await self._wait(self._variable(name))).future)
+
+    async def get_meta_info(self, name: str) -> Any:
+        """See `State.get_meta_info`."""
+        variable = await self._wait(self._variable(name))
+        await self._wait(variable.future)
+        return variable.meta
+
+    async def text(self) -> str:
+        """See `State.text`."""
+        return str(await self._wait(self._look(_text)))
+
+    async def messages(self) -> list[dict[str, Any]]:
+        """See `State.messages`."""
+        found: list[dict[str, Any]] = await self._wait(self._look(_messages))
+        return found
+
+    async def token_ids(self) -> list[int]:
+        """See `State.token_ids`."""
+        found: list[int] = await self._wait(self._look(_ids))
+        return found
+
+    async def tokens_left(self) -> int:
+        """See `State.tokens_left`."""
+        return int(await self._wait(self._look(_tokens_left)))
+
+    async def sync(self) -> None:
+        """See `State.sync`."""
+        await self._wait(self._branch.mark())
+
+    async def error(self) -> BaseException | None:
+        """See `State.error`."""
+        try:
+            await self.sync()
+        except Exception as error:
+            return self._branch.error or error
+        return None
+
+    async def gen(self, name: str, *args: Any, **options: Any) -> Any:
+        """Appends ``gen(name, ...)`` and returns its value."""
+        return await self._wait(self._made(expressions.gen(name, *args, **options)).future)
+
+    async def select(self, name: str, choices: Sequence[str], *args: Any, **options: Any) -> Any:
+        """Appends ``select(name, choices, ...)`` and returns its value."""
+        return await self._wait(self._made(expressions.select(name, choices, *args, **options)).future)
+
+    async def text_iter(self, var_name: str | None = None) -> AsyncIterator[str]:
+        """Yields the text of a variable, or of what was appended so far, as it comes."""
+        try:
+            if var_name is None:
+                pieces = self._branch.feed.aread(until=self._look(_length))
+            else:
+                pieces = (await self._wait(self._variable(var_name))).feed.aread()
+            async for piece in pieces:
+                yield piece
+        finally:
+            self._shown()
+
+    text_async_iter = text_iter
+
+    def fork(
+        self,
+        size: int = 1,
+        position_ids_offset: Any = None,
+        *,
+        deadline: float | None = None,
+        token_budget: int | None = None,
+    ) -> AsyncForks:
+        """See `State.fork`."""
+        branches = self._forked(size, position_ids_offset, deadline, token_budget)
+        return AsyncForks(self._branch, [AsyncState(branch) for branch in branches])
+
+    def copy(self) -> AsyncState:
+        """See `State.copy`."""
+        forks = self.fork(1)
+        return AsyncState(forks[0]._branch, joins=forks.join)
+
+    async def _wait(self, future: Future[Any]) -> Any:
+        try:
+            return await await_future(future)
+        except BaseException:
+            self._shown()
+            raise

@@ -1,0 +1,142 @@
+"""Variables and streams: what a program reads, with an implicit wait.
+
+A `Variable` exists from the moment its gen is appended, so that reading it waits instead of failing; its value comes
+through a future. A `Feed` is text that grows and that any number of readers follow, each at its own pace. Both are
+written by whichever thread brings the answer and read from any other. Invariant: each ends exactly once, with a value or
+with the error that its program ends with; a reader that waits is always told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from agentrt.lang.waiting import await_future, wait
+
+
+class Feed:
+    """Growing text, as the pieces in which it came."""
+
+    __slots__ = ("_lock", "_waiting", "closed", "error", "pieces")
+
+    def __init__(self, begin: str = "") -> None:
+        self.pieces: list[str] = [begin] if begin else []
+        self.closed = False
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: Future[None] | None = None
+
+    def push(self, piece: str) -> None:
+        """Adds a piece."""
+        if piece:
+            self.pieces.append(piece)
+            self._tell()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends it; a second call does nothing."""
+        if not self.closed:
+            self.error = error
+            self.closed = True
+            self._tell()
+
+    def _tell(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.set_result(None)
+
+    def _news(self, seen: int) -> Future[None] | None:
+        """A future of the next change, or None if there is something beyond `seen` already."""
+        with self._lock:
+            if len(self.pieces) > seen or self.closed:
+                return None
+            if self._waiting is None:
+                self._waiting = Future()
+            return self._waiting
+
+    def read(self, seen: int = 0, until: Future[int] | None = None) -> Iterator[str]:
+        """Yields the pieces from number `seen` on, waiting for more until it ends; raises its error.
+
+        Args:
+            seen: Where to begin.
+            until: Of the number of pieces at which to stop; None goes on to the end of the feed.
+        """
+        self._watch(until)
+        while not self._read(seen, until):
+            if len(self.pieces) > seen:
+                yield self.pieces[seen]
+                seen += 1
+            elif (news := self._news(seen)) is not None and not self._read(seen, until):
+                wait(news)
+
+    async def aread(self, seen: int = 0, until: Future[int] | None = None) -> AsyncIterator[str]:
+        """The asynchronous twin of `read`."""
+        self._watch(until)
+        while not self._read(seen, until):
+            if len(self.pieces) > seen:
+                yield self.pieces[seen]
+                seen += 1
+            elif (news := self._news(seen)) is not None and not self._read(seen, until):
+                await await_future(news)
+
+    def _watch(self, until: Future[int] | None) -> None:
+        if until is not None:
+            until.add_done_callback(lambda _: self._tell())
+
+    def _read(self, seen: int, until: Future[int] | None) -> bool:
+        """Whether a reader that has seen so many pieces is at the end; raises the feed's error if that is how it ends."""
+        if self.closed and len(self.pieces) == seen:
+            if self.error is not None:
+                raise self.error
+            return True
+        return until is not None and until.done() and seen >= until.result()
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+
+class Variable:
+    """One named value of a branch.
+
+    Attributes:
+        name: Its name.
+        future: Of its value.
+        feed: Its text while it grows.
+        meta: What is known about how it came to be: tokens, log-probabilities, why it ended.
+    """
+
+    __slots__ = ("feed", "future", "meta", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.future: Future[Any] = Future()
+        self.feed = Feed()
+        self.meta: Any = {}
+
+    def settle(self, value: Any, meta: Any = None) -> None:
+        """Gives it its value."""
+        if meta is not None:
+            self.meta = meta
+        with contextlib.suppress(InvalidStateError):  # it was cancelled meanwhile
+            self.future.set_result(value)
+        self.feed.close()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error; does nothing if it has a value."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
+        self.feed.close(error)
+
+
+def known(name: str, value: Any) -> Variable:
+    """Returns a variable that has its value already."""
+    variable = Variable(name)
+    if isinstance(value, str):
+        variable.feed.push(value)
+    variable.settle(value)
+    return variable
