@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import regex
 from hypothesis import given, settings
@@ -48,7 +50,7 @@ def feed(matcher: StopMatcher, pieces: list[str]) -> str:
 
 def cut(text: str, cuts: list[int]) -> list[str]:
     places = sorted({min(c, len(text)) for c in cuts} | {0, len(text)})
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
 @settings(max_examples=400, deadline=None)
