@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import llguidance
+
 from agentrt.backend import Tokenizer
 from agentrt.config import Limits
 from agentrt.errors import GrammarError
@@ -23,7 +25,7 @@ from agentrt.grammar.cursor import GrammarCursor, Matcher
 from agentrt.grammar.killable import TooManyStatesError
 from agentrt.grammar.ledger import Entry, Ledger, Standing, checked
 from agentrt.grammar.llguidance_matcher import LlguidanceMatcher, compiled_template
-from agentrt.grammar.normalize import normalize
+from agentrt.grammar.normalize import Normalized, normalize
 from agentrt.grammar.separators import SEPARATORS
 from agentrt.grammar.verify import Verdict, verifier_of
 from agentrt.grammar.vocabulary import Vocabulary, vocabulary_of
@@ -157,12 +159,64 @@ def _llguidance(grammar: str, vocabulary: Vocabulary) -> Callable[[], Matcher]:
     return lambda: LlguidanceMatcher(template)
 
 
+#: Keywords to relax, step by step, when llguidance cannot take a schema as it was rewritten.
+_LADDER: tuple[frozenset[str], ...] = tuple(
+    frozenset(words.split())
+    for words in (
+        "",
+        "pattern format patternProperties propertyNames",
+        "pattern format patternProperties propertyNames minProperties maxProperties multipleOf unevaluatedProperties not if "
+        "dependentRequired dependentSchemas dependencies",
+        "pattern format patternProperties propertyNames minProperties maxProperties multipleOf unevaluatedProperties not if "
+        "dependentRequired dependentSchemas dependencies oneOf anyOf allOf minimum maximum exclusiveMinimum exclusiveMaximum",
+        "$ref properties items prefixItems additionalItems patternProperties additionalProperties allOf anyOf oneOf not if enum const "
+        "pattern format propertyNames unevaluatedProperties unevaluatedItems dependentRequired dependentSchemas dependencies required "
+        "minProperties maxProperties",
+    )
+)
+
+
+def normalized_and_compiled(
+    schema: Any, vocabulary: Vocabulary, compose: Callable[[Normalized], str], *, prefix: str = "", formats: bool = True
+) -> tuple[Normalized, llguidance.LLMatcher]:
+    """Normalises a schema and compiles what `compose` makes of it, relaxing more where llguidance cannot follow.
+
+    Raises:
+        GrammarError: The schema is malformed, refers to what is not there, or nothing can satisfy it.
+    """
+    for step, relaxed in enumerate(_LADDER):
+        normal = normalize(schema, prefix, relaxed=relaxed, formats=formats)
+        try:
+            return normal, compiled_template(compose(normal), vocabulary)
+        except GrammarError as error:
+            if "nsatisfiable" in str(error):
+                raise GrammarError(f"nothing can satisfy the schema: {error}", keyword=_last_keyword(normal.ledger)) from error
+            if step == len(_LADDER) - 1:
+                raise
+    raise AssertionError("the last step returns or raises")
+
+
+def _last_keyword(ledger: Ledger) -> str:
+    return ledger[-1].keyword if ledger else "false"
+
+
 def _json_schema(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
-    schema = json.loads(spec.source)
-    normal = normalize(schema)
-    whole = normal.whole(SEPARATORS)
-    grammar = json.dumps({"grammars": [{"json_schema": whole}]}, ensure_ascii=False)
-    return _Parts(normal.ledger, "llguidance", _llguidance(grammar, vocabulary), verifier_of(schema).verdict)
+    schema = _parsed(spec.source)
+    formats = bool(spec.option("formats", True))
+
+    def compose(normal: Normalized) -> str:
+        return json.dumps({"grammars": [{"json_schema": normal.whole(SEPARATORS)}]}, ensure_ascii=False)
+
+    normal, template = normalized_and_compiled(schema, vocabulary, compose, formats=formats)
+    verdict = verifier_of(schema, formats=formats).verdict
+    return _Parts(normal.ledger, "llguidance", lambda: LlguidanceMatcher(template), verdict)
+
+
+def _parsed(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not JSON: {error}") from error
 
 
 def _lark(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
@@ -191,6 +245,8 @@ def _nothing_to_check(text: str) -> list[str]:
 
 def _regex(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
     node = regex_syntax.whole(regex_syntax.parse(spec.source))
+    if regex_syntax.empty_language(node):
+        raise GrammarError(f"nothing can match the pattern {spec.source[:80]!r}", pointer="0")
     pattern, size = regex_syntax.write(node), regex_syntax.size(node)
     entry = Entry("", "regex", Standing.ENFORCED)
     if spec.engine != "llguidance":

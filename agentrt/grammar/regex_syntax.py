@@ -68,7 +68,24 @@ class Anchor:
     side: Literal["^", "$"]
 
 
-Node = Chars | Seq | Alt | Repeat | Anchor
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """What no automaton can hold: lookaround, a word boundary or a backreference, and a group that one may refer to.
+
+    Attributes:
+        before: How it begins in Python's notation, such as "(?=", "\\b" or "(".
+        node: What it holds, if anything.
+        offset: Where in the pattern it stands.
+        group: Its number, if it is a capturing group.
+    """
+
+    before: str
+    node: Node | None
+    offset: int
+    group: int = 0
+
+
+Node = Chars | Seq | Alt | Repeat | Anchor | Opaque
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -117,6 +134,9 @@ _NOT_DOT: dict[str, Ranges] = {"python": ((10, 10),), "ecma": ((10, 10), (13, 13
 _CONTROL = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11}
 
 
+_compile = lru_cache(maxsize=64)(regex_library.compile)
+
+
 @lru_cache(maxsize=256)
 def property_ranges(name: str) -> Ranges | None:
     """Code points of a Unicode property such as "L", "Lu" or "Script=Greek"; None if there is no such property."""
@@ -144,7 +164,10 @@ def _fold(ranges: Ranges) -> Ranges:
 
 
 class _Parser:
-    def __init__(self, pattern: str, dialect: Dialect) -> None:
+    def __init__(self, pattern: str, dialect: Dialect, opaque: bool = False) -> None:
+        self.opaque = opaque
+        self.groups = 0
+        self.names: dict[str, int] = {}
         self.pattern = pattern
         self.dialect: Dialect = dialect
         self.at = 0
@@ -222,7 +245,7 @@ class _Parser:
                 return pair
         if self.peek() != "{":
             return None
-        match = regex_library.compile(r"\{(\d*)(,?)(\d*)\}").match(self.pattern, self.at)
+        match = _compile(r"\{(\d*)(,?)(\d*)\}").match(self.pattern, self.at)
         if match is None or not (match[1] or (match[3] and self.dialect == "python")):
             if self.dialect == "ecma":
                 self.fail("a brace that is not a repeat", "{")
@@ -264,33 +287,44 @@ class _Parser:
     def group(self) -> Node:
         start = self.at
         self.at += 1
+        look = next((sign for sign in ("?=", "?!", "?<=", "?<!") if self.take(sign)), None)
+        if look is not None and not self.opaque:
+            self.fail("lookaround, which no automaton can hold", f"({look}", start)
         flags = self.ignore_case, self.dot_all
-        if self.take("?") and not self.group_kind(start):
-            return EMPTY  # flags for the rest of the enclosing group
+        captures = look is None and not self.pattern.startswith("?", self.at)
+        if look is None and self.take("?"):
+            kind = self.group_kind(start)
+            if kind is None:
+                return EMPTY  # flags for the rest of the enclosing group
+            captures = kind
+        number = self.groups = self.groups + captures
         node = self.alternation()
         if not self.take(")"):
             self.fail("a parenthesis that is not closed", "(", start)
         self.ignore_case, self.dot_all = flags
-        return node
+        if look is not None:
+            return Opaque(f"({look}", node, start)
+        return Opaque("(", node, start, number) if captures and self.opaque else node
 
-    def group_kind(self, start: int) -> bool:
-        """Reads what follows "(?"; False if that was the whole group."""
-        for sign in ("=", "!", "<=", "<!"):
-            if self.pattern.startswith(sign, self.at):
-                self.fail("lookaround, which no automaton here can hold", f"(?{sign}", start)
+    def group_kind(self, start: int) -> bool | None:
+        """Reads what follows "(?": whether the group captures, or None if that was all of it."""
         if self.take(":"):
-            return True
-        named = regex_library.compile(r"P?<([A-Za-z_$][\w$]*)>").match(self.pattern, self.at)
+            return False
+        prefix = "P?" if self.dialect == "python" else ""
+        named = _compile(prefix + r"<([A-Za-z_$][\w$]*)>").match(self.pattern, self.at)
         if named is not None:
+            if named[1] in self.names:
+                self.fail("a name that another group has", named[1], start)
+            self.names[named[1]] = self.groups + 1
             self.at = named.end()
             return True
-        flags = regex_library.compile(r"([is]+)([:)])").match(self.pattern, self.at)
+        flags = _compile(r"([is]+)([:)])").match(self.pattern, self.at)
         if flags is None or self.dialect == "ecma":
             self.fail("a kind of group that is not known", "(?", start)
         self.at = flags.end()
         self.ignore_case |= "i" in flags[1]
         self.dot_all |= "s" in flags[1]
-        return bool(flags[2] == ":")
+        return False if flags[2] == ":" else None
 
     # ---- escapes and classes
 
@@ -300,12 +334,26 @@ class _Parser:
         if self.dialect == "python" and char in ("A", "Z"):
             self.at += 2
             return Anchor("^" if char == "A" else "$")
-        if char in ("b", "B"):
-            self.fail("a word boundary, which no automaton here can hold", "\\" + char)
-        if char and char in "123456789k":
-            self.fail("a backreference, which no automaton here can hold", "\\" + char)
+        if char and char in "bB123456789k":
+            if not self.opaque:
+                what = "a word boundary" if char in "bB" else "a backreference"
+                self.fail(f"{what}, which no automaton can hold", "\\" + char)
+            return self.beyond_automata(char, start)
         self.at += 1
         return self.chars(self.escaped(start))
+
+    def beyond_automata(self, char: str, start: int) -> Node:
+        """Reads a word boundary or a backreference."""
+        match = _compile(r"\\(?:[bB]|k<([^>]+)>|([1-9][0-9]*))").match(self.pattern, self.at)
+        if match is None:
+            self.fail("an escape that is not known", "\\" + char, start)
+        self.at = match.end()
+        if char in "bB":
+            return Opaque("\\" + char, None, start)
+        number = self.names.get(match[1], 0) if match[1] else int(match[2])
+        if not 0 < number <= self.groups:
+            self.fail("a reference to a group that is not there", "\\" + char, start)
+        return Opaque(f"(?:\\{number})", None, start)
 
     def escaped(self, start: int) -> Ranges:
         """Code points of the escape whose backslash was read."""
@@ -323,7 +371,7 @@ class _Parser:
         return ((code, code),)
 
     def unicode_property(self, start: int) -> Ranges:
-        match = regex_library.compile(r"\{([A-Za-z0-9_=]+)\}").match(self.pattern, self.at)
+        match = _compile(r"\{([A-Za-z0-9_=]+)\}").match(self.pattern, self.at)
         ranges = property_ranges(match[1]) if match else None
         if match is None or ranges is None:
             self.fail("a Unicode property that is not known", "\\p", start)
@@ -348,13 +396,13 @@ class _Parser:
 
     def hexadecimal(self, char: str, start: int) -> int:
         digits = {"x": "{2}", "u": "{4}", "U": "{8}"}[char]
-        match = regex_library.compile(rf"([0-9a-fA-F]{digits})|\{{([0-9a-fA-F]{{1,6}})\}}").match(self.pattern, self.at)
+        match = _compile(rf"([0-9a-fA-F]{digits})|\{{([0-9a-fA-F]{{1,6}})\}}").match(self.pattern, self.at)
         if match is None:
             self.fail("an escape without its hexadecimal digits", "\\" + char, start)
         self.at = match.end()
         code = int(match[1] or match[2], 16)
         if 0xD800 <= code < 0xDC00:  # a pair of surrogates written as two escapes
-            low = regex_library.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.pattern, self.at)
+            low = _compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.pattern, self.at)
             if low is not None:
                 self.at = low.end()
                 return 0x10000 + ((code - 0xD800) << 10) + (int(low[1], 16) - 0xDC00)
@@ -410,11 +458,55 @@ def parse(pattern: str, dialect: Dialect = "python") -> Node:
     Raises:
         GrammarError: It is not a pattern, or asks for what an automaton cannot hold; `pointer` is the offset.
     """
-    node = _Parser(pattern, dialect).parse()
+    return _bounded(_Parser(pattern, dialect).parse())
+
+
+def parse_any(pattern: str) -> Node:
+    """Reads an ECMA pattern, with `Opaque` parts for what an automaton cannot hold; raises as `parse` does."""
+    return _bounded(_Parser(pattern, "ecma", opaque=True).parse())
+
+
+def _bounded(node: Node) -> Node:
     if size(node) > MAX_SIZE:
         raise GrammarError(
             f"the pattern stands for {size(node):,} copies of a character; the limit is {MAX_SIZE:,}", pointer="0", keyword="{"
         )
+    return node
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    """The trees directly under `node`."""
+    match node:
+        case Seq(parts):
+            return parts
+        case Alt(options):
+            return options
+        case Repeat(inner, _, _):
+            return (inner,)
+        case Opaque(_, Chars() | Seq() | Alt() | Repeat() | Anchor() | Opaque() as inner):
+            return (inner,)
+    return ()
+
+
+def opaque_parts(node: Node) -> list[Opaque]:
+    """Every lookaround, boundary and backreference in the tree; plain groups are not among them."""
+    own = [node] if isinstance(node, Opaque) and not node.group else []
+    return own + [part for child in children(node) for part in opaque_parts(child)]
+
+
+def widened(node: Node) -> Node:
+    """A tree that an automaton can hold and that matches at least what `node` does."""
+    match node:
+        case Opaque(_, inner, _, group):
+            if group and inner is not None:
+                return widened(inner)
+            return ANY_TEXT if node.before.startswith("(?:") else EMPTY
+        case Seq(parts):
+            return Seq(tuple(map(widened, parts)))
+        case Alt(options):
+            return Alt(tuple(map(widened, options)))
+        case Repeat(inner, low, high):
+            return Repeat(widened(inner), low, high)
     return node
 
 
@@ -423,14 +515,9 @@ def size(node: Node) -> int:
     match node:
         case Chars():
             return 1
-        case Seq(parts):
-            return sum(map(size, parts))
-        case Alt(options):
-            return sum(map(size, options))
         case Repeat(inner, low, high):
             return max(1, size(inner)) * max(1, low + 1 if high is None else high)
-        case Anchor():
-            return 0
+    return sum(map(size, children(node)))
 
 
 # ---- anchors
@@ -506,22 +593,12 @@ def nullable(node: Node) -> bool:
             return any(map(nullable, options))
         case Repeat(inner, low, _):
             return low == 0 or nullable(inner)
-        case Anchor():
+        case Anchor() | Opaque():
             return True
 
 
 def _has_anchor(node: Node) -> bool:
-    match node:
-        case Anchor():
-            return True
-        case Chars():
-            return False
-        case Seq(parts):
-            return any(map(_has_anchor, parts))
-        case Alt(options):
-            return any(map(_has_anchor, options))
-        case Repeat(inner, _, _):
-            return _has_anchor(inner)
+    return isinstance(node, Anchor) or any(map(_has_anchor, children(node)))
 
 
 # ---- writing
@@ -538,18 +615,14 @@ def empty_language(node: Node) -> bool:
             return all(map(empty_language, options))
         case Repeat(inner, low, _):
             return low > 0 and empty_language(inner)
-        case Anchor():
+        case Anchor() | Opaque():
             return False
 
 
 def write(node: Node) -> str:
-    """Writes a tree without anchors in a form that Rust's and Python's engines read alike.
-
-    Raises:
-        GrammarError: Nothing at all matches, which no engine here can be told.
+    """Writes a tree: in a form that Rust's and Python's engines read alike, if it has no anchors and nothing opaque;
+    in Python's otherwise.
     """
-    if empty_language(node):
-        raise GrammarError("nothing can match the pattern", pointer="0", keyword="")
     return _write(node)
 
 
@@ -560,13 +633,15 @@ def _write(node: Node) -> str:
         case Seq(parts):
             return "".join(_write_group(p) if isinstance(p, Alt) else _write(p) for p in parts) or "(?:)"
         case Alt(options):
-            return "|".join(_write(option) for option in options if not empty_language(option))
+            return "|".join(_write(option) for option in options if not empty_language(option)) or _NOTHING
         case Repeat(inner, low, high):
             if empty_language(inner) or high == 0:
                 return "(?:)"
             return _write_group(inner) + _write_bounds(low, high)
-        case Anchor():
-            raise GrammarError("an anchor is left in the pattern", pointer="0", keyword=node.side)
+        case Anchor(side):
+            return r"\A" if side == "^" else r"\Z"
+        case Opaque(before, inner):
+            return before if inner is None else f"{before}{_write(inner)})"
 
 
 def _write_group(node: Node) -> str:
@@ -579,7 +654,13 @@ def _write_bounds(low: int, high: int | None) -> str:
     return simple or (f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}")
 
 
+#: A class without members.
+_NOTHING = r"[^\x00-\U0010ffff]"
+
+
 def _write_class(ranges: Ranges) -> str:
+    if not ranges:
+        return _NOTHING
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _write_char(ranges[0][0])
     return "[" + "".join(_write_char(a) if a == b else f"{_write_char(a)}-{_write_char(b)}" for a, b in ranges) + "]"
