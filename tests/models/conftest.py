@@ -66,9 +66,8 @@ def tiny() -> Callable[..., Any]:
 class Paged:
     """Sequences over one store, each step a mixture of runs, slots dealt at random or as neighbours."""
 
-    def __init__(self, model: Any, *, scattered: bool, seed: int = 0, attention: Attention | None = None) -> None:
-        self.model, self.random = model, random.Random(seed)
-        slots = 512
+    def __init__(self, model: Any, *, scattered: bool, slots: int = 512, attention: Attention | None = None) -> None:
+        self.model, self.random = model, random.Random(0)
         self.store = KVStore(model.config, slots, model.dtype)
         for layer in range(len(self.store)):
             for tensor in self.store[layer]:
