@@ -107,7 +107,7 @@ class Scheduler:
         self._remaps: list[Remap] = []
         self._ended: list[Update] = []  # ended between steps
         self._closed = False  # to admission in this step, since somebody had to give way
-        self._admitted = False  # somebody, in the last step
+        self._quiet = False  # nothing has changed since a step that admitted nobody
         self.preemptions = 0
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -141,6 +141,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Takes a new sequence; it waits. What its grammar forces at the beginning is fed with the prompt."""
         sequence.status = Status.WAITING
+        self._quiet = False
         self._begin(sequence)
         if sequence.status is Status.WAITING:
             self._waiting.push(sequence)
@@ -171,7 +172,7 @@ class Scheduler:
             left -= run
             prefill_left -= run if prefilling else 0
         admitted = [] if self._closed else self._admit(min(left, prefill_left))
-        self._admitted = bool(admitted)
+        self._quiet = not (admitted or self._closed)
         if not self._runs:
             return None
         plan = StepPlan(tuple(self._runs.values()), tuple(admitted), tuple(self._released), tuple(self._remaps))
@@ -431,6 +432,45 @@ class Scheduler:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_length else None
 
+    # -- many plain decodes at once, for a simulation -------------------------------------------------------------------
+
+    def calm_steps(self) -> int:
+        """How many coming steps are sure to give every running sequence one sampled token and to change nothing else.
+
+        In these nobody arrives (the caller knows), is admitted, ends by length, publishes or needs a page.
+        """
+        blocked = self._quiet and self._waiting.settled
+        if self._ended or (len(self._waiting) and not blocked) or not 0 < len(self._running) <= self._budget.step_tokens:
+            return 0
+        return max(min(self._calm(sequence) for sequence in self._running.values()), 0)
+
+    def _calm(self, sequence: Sequence) -> int:
+        if sequence.pending != 1 or sequence.prefilling or sequence.cursor is not None or sequence.watch is not None:
+            return 0
+        size, shared = self._page_size, sequence.shared_pages * self._page_size
+        publishes_at = max(shared + PUBLISH_EVERY, shared + size) if self._cache.enabled else sequence.max_length
+        return min(
+            sequence.max_length - len(sequence.token_ids) - 1,
+            len(sequence.pages) * size - sequence.computed_tokens,
+            publishes_at - sequence.computed_tokens - 1,
+        )
+
+    def coast(self, steps: int, sampled: Callable[[Sequence], list[int]]) -> None:
+        """Takes in `steps` calm steps at once.
+
+        Args:
+            steps: At most `calm_steps()`.
+            sampled: The tokens that a sequence was given in them, one a step, none of which ends it.
+        """
+        for sequence in self._running.values():
+            sequence.token_ids.extend(sampled(sequence))
+            sequence.output_forced.extend(itertools.repeat(False, steps))
+            sequence.told += steps
+            sequence.computed_tokens += steps
+            sequence.forward_passes += steps
+            if sequence.program is not None:
+                self._work.add(sequence.program, steps)
+
     # -- pages changing hands -----------------------------------------------------------------------------------------
 
     def _publish(self, sequence: Sequence) -> None:
@@ -451,6 +491,7 @@ class Scheduler:
             slots = self._slots(sequence, first * size, (first + len(moved)) * size)
             self._remaps.append(Remap(sequence.sequence_id, first * size, slots))
         sequence.shared_pages = whole
+        self._quiet = False
         self._waiting.wake(self._in_flight.progress(sequence))
 
     def _leave(self, sequence: Sequence) -> None:
@@ -467,6 +508,7 @@ class Scheduler:
             del sequence.token_ids[-sequence.drafted :]
             sequence.drafted = 0
         del self._running[sequence.sequence_id]
+        self._quiet = False
         self._released.append(sequence.sequence_id)
         self._remaps = [remap for remap in self._remaps if remap.sequence_id != sequence.sequence_id]
         self._waiting.wake(self._in_flight.stop(sequence))
