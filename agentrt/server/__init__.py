@@ -1,0 +1,1 @@
+"""HTTP: bodies become requests, deltas become events. No torch, no engine; what it serves is any `Backend`."""

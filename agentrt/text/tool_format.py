@@ -214,7 +214,7 @@ class _FramedReader:
         self._held = self._held[end:]  # whole, but its keys come in another order
         name, arguments = call.get(self._form.name_key), call.get(self._form.arguments_key, {})
         if not isinstance(name, str):
-            return []
+            return [] if self._form.trigger else [Said(json.dumps(call, ensure_ascii=False))]
         self._index += 1
         return [CallBegun(self._index, name), ArgumentsGrown(self._index, json.dumps(arguments, ensure_ascii=False))]
 
@@ -566,20 +566,17 @@ def format_named(name: str) -> CallFormat:
     return FORMATS[name]
 
 
-#: What betrays a family in its chat template; the first that is found decides.
+#: What betrays a family in a turn that calls; the first that is found decides.
 _SIGNS: Sequence[tuple[str, str]] = (
-    ("<function=", "qwen3_coder"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<tool_call>[", "smollm2"),
-    ("<tool_call>", "hermes"),
-    ('"parameters": dictionary', "llama3_json"),
-    ("<|python_tag|>", "llama3_json"),
-    ("func_name1(params_name1", "pythonic"),
+    (r"<function=", "qwen3_coder"),
+    (r"\[TOOL_CALLS\]", "mistral"),
+    (r"<tool_call>\s*\[", "smollm2"),
+    (r"<tool_call>", "hermes"),
+    (r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"parameters"', "llama3_json"),
+    (r"\[\s*\w+\(", "pythonic"),
 )
 
 
-def guess_format(template: str | None) -> CallFormat:
-    """The format that a chat template teaches; Hermes' if it knows no tools, since that is how they are then described."""
-    if template is None or "tools" not in template:
-        return HERMES
-    return next((FORMATS[name] for sign, name in _SIGNS if sign in template), HERMES)
+def guess_format(turn: str) -> CallFormat:
+    """The format of a model whose chat template renders an assistant's turn with a call like this; Hermes' if none is recognised."""
+    return next((FORMATS[name] for sign, name in _SIGNS if re.search(sign, turn)), HERMES)

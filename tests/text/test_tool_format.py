@@ -120,21 +120,15 @@ def test_what_a_form_cannot_enforce_is_refused_by_name(family):
             FORMATS[family].grammar([tool], Choice("required"))
 
 
-@pytest.mark.parametrize(
-    ("template", "family"),
-    [
-        (None, "hermes"),
-        ("{{ messages }}", "hermes"),
-        ("{% if tools %}<tools>{{ tools }}</tools> <tool_call>\n{json}", "hermes"),
-        ("{% if tools %}<function=x>", "qwen3_coder"),
-        ("{% if tools %}[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
-        ('{% if tools %}{"name": function name, "parameters": dictionary of argument}', "llama3_json"),
-        ("{% if tools %}<tool_call>[...]</tool_call>", "smollm2"),
-        ("{% if tools %}[func_name1(params_name1=x)]", "pythonic"),
-    ],
-)
-def test_the_template_betrays_the_family(template, family):
-    assert guess_format(template).name == family
+@pytest.mark.parametrize("family", sorted(FORMATS))
+def test_a_turn_that_calls_betrays_its_family(family):
+    turn = written(family, [("look_up", {"text": "a"})])
+    assert guess_format(f"<|im_start|>assistant\n{turn}<|im_end|>").name == family
+    assert guess_format("<|im_start|>assistant\n<|im_end|>").name == "hermes"
+
+
+def test_an_answer_in_braces_that_is_no_call_is_text():
+    assert read(read_whole(FORMATS["llama3_json"].reader(TOOLS), '{"city": "Oslo"}')) == ('{"city": "Oslo"}', [])
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():

@@ -1,0 +1,191 @@
+"""One HTTP call's requests on the backend: submitted together, read as one stream of deltas, and aborted together.
+
+Invariant: whatever becomes of the call (answered, failed, cancelled, its client gone), each of its requests ends; a
+flight that is left is aborted within a step. The table of flights is what the inspector, /abort and draining look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrt.backend import Backend
+from agentrt.errors import QueueFullError
+from agentrt.request import Request, TokenDelta, Usage
+
+
+class Flight:
+    """The requests of one call, in the order of their answers."""
+
+    def __init__(self, backend: Backend, requests: Sequence[Request], *, endpoint: str, call_id: str) -> None:
+        """Makes a flight that has not begun.
+
+        Args:
+            backend: Where it goes.
+            requests: What is asked; their samples are numbered through.
+            endpoint: For the inspector.
+            call_id: By which it can be aborted.
+        """
+        self.requests = tuple(requests)
+        self.endpoint = endpoint
+        self.call_id = call_id
+        self.started = time.monotonic()
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.generated_tokens = 0
+        self.forced_tokens = 0
+        self.cached_tokens: int | None = None
+        self.usages: list[Usage] = []
+        self.outcome = ""
+        self._backend = backend
+        self._loop = asyncio.get_running_loop()
+        self._deltas: asyncio.Queue[tuple[int, TokenDelta]] = asyncio.Queue()
+        self._peeked: list[tuple[int, TokenDelta]] = []
+        self._pending: dict[str, int] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether every request has ended."""
+        return not self._pending
+
+    def submit(self) -> None:
+        """Submits every request, or none; may be called from any thread.
+
+        Raises:
+            AgentrtError: As `Backend.submit`.
+        """
+        first = 0
+        try:
+            for request in self.requests:
+                self._pending[request.request_id] = first
+                try:
+                    self._backend.submit(request, self._sink_of(first))
+                except BaseException:
+                    del self._pending[request.request_id]
+                    raise
+                first += request.sampling.n
+        except BaseException:
+            self.abort()
+            raise
+
+    def _sink_of(self, first: int) -> Any:
+        loop, put = self._loop, self._deltas.put_nowait
+
+        def sink(delta: TokenDelta) -> None:
+            try:
+                loop.call_soon_threadsafe(put, (first + delta.index, delta))
+            except RuntimeError:  # the loop ended before its aborted request did
+                self._pending.pop(delta.request_id, None)
+
+        return sink
+
+    async def begun(self) -> None:
+        """Waits for the first delta, so that what is refused late is still refused before a stream begins.
+
+        Raises:
+            AgentrtError: The request failed at once.
+        """
+        number, delta = await self._deltas.get()
+        self._note(delta)
+        if delta.error is not None:
+            raise delta.error
+        self._peeked.append((number, delta))
+
+    async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
+        """Every delta with the number of its sample, until all requests have ended.
+
+        Raises:
+            AgentrtError: A request failed; the others are aborted.
+        """
+        for item in self._peeked:
+            yield item
+        self._peeked.clear()
+        while self._pending:
+            number, delta = await self._deltas.get()
+            self._note(delta)
+            if delta.error is not None:
+                raise delta.error
+            yield number, delta
+
+    def _note(self, delta: TokenDelta) -> None:
+        if delta.token_ids:
+            self.last_token = time.monotonic()
+            self.first_token = self.first_token or self.last_token
+            self.generated_tokens += len(delta.token_ids)
+            self.forced_tokens += sum(delta.forced)
+        if delta.last:
+            self._pending.pop(delta.request_id, None)
+        if delta.usage is not None:
+            self.usages.append(delta.usage)
+            self.cached_tokens = (self.cached_tokens or 0) + delta.usage.cached_tokens
+
+    def abort(self) -> None:
+        """Ends what has not ended; the deltas of what was aborted still come."""
+        for request_id in list(self._pending):
+            self._backend.abort(request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    running: int
+    requests: int
+
+
+class FlightTable:
+    """The flights that are under way, with a bound on how many requests they may have together."""
+
+    def __init__(self, max_requests: int) -> None:
+        """Makes an empty table for at most `max_requests` requests, all flights together."""
+        self._max_requests = max_requests
+        self._flights: dict[str, Flight] = {}
+        self._requests = 0
+        self.accepting = True
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __iter__(self) -> Any:
+        return iter(list(self._flights.values()))
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def requests(self) -> int:
+        """Requests under way, all flights together."""
+        return self._requests
+
+    def add(self, flight: Flight) -> None:
+        """Takes a flight.
+
+        Raises:
+            QueueFullError: There are too many, or the server is about to end.
+        """
+        if not self.accepting:
+            raise QueueFullError("the server is shutting down", retry_after=5.0)
+        count = sum(request.sampling.n for request in flight.requests)
+        if self._requests + count > self._max_requests and self._requests:
+            raise QueueFullError(f"{self._requests} requests are under way and {count} more were asked for; at most {self._max_requests} are taken")
+        self._flights[flight.call_id] = flight
+        self._requests += count
+        self._empty.clear()
+
+    def remove(self, flight: Flight) -> None:
+        """Forgets a flight that is over or was aborted."""
+        if self._flights.pop(flight.call_id, None) is not None:
+            self._requests -= sum(request.sampling.n for request in flight.requests)
+        if not self._flights:
+            self._empty.set()
+
+    def abort(self, call_id: str | None) -> int:
+        """Aborts the flight of that id, or all of them for None; returns how many."""
+        chosen = [flight for flight in self if call_id is None or call_id in (flight.call_id, *(r.request_id for r in flight.requests))]
+        for flight in chosen:
+            flight.abort()
+        return len(chosen)
+
+    async def emptied(self) -> None:
+        """Waits until none is under way."""
+        await self._empty.wait()
