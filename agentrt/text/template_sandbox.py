@@ -195,12 +195,13 @@ def _check_arguments(function: Any, arguments: tuple[Any, ...], named: Mapping[s
     for value in (*arguments, *named.values()):
         if isinstance(value, int) and abs(value) > LARGEST_ARGUMENT:
             raise _OverBudget(f"it calls a function with the number {value}; the limit is {LARGEST_ARGUMENT:,}")
+    function = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if not isinstance(owner, str):
         return
     if name == "replace" and len(arguments) > 1:
         _check_replacement(owner, str(arguments[0]), str(arguments[1]))
-    elif name == "join" and arguments and isinstance(arguments[0], list | tuple):
+    elif name == "join" and arguments and isinstance(arguments[0], list | tuple | str):
         _check_size(sum(map(len, arguments[0])) + len(owner) * len(arguments[0]))
     elif name in ("format", "format_map") and _LONG_NUMBER.search(owner):
         raise _OverBudget("it formats with a width of thousands of characters")
