@@ -283,11 +283,12 @@ class RadixTree:
             child = node.children.get(packed[position : position + step])
             if child is None:
                 break
-            end = position + len(child.ids)
-            if end > stop or packed[position:end] != child.ids:
-                common = self._common_bytes(child.ids, packed, position, min(end, stop))
+            ids = child.ids
+            if not packed.startswith(ids, position, stop):  # compares in place, at the speed of memcmp
+                common = self._common_bytes(ids, packed, position, min(position + len(ids), stop))
                 return child, common, position + common
-            node, position = child, end
+            node = child
+            position += len(ids)
         return node, len(node.ids), position
 
     def _common_bytes(self, ids: bytes, packed: bytes, position: int, end: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,7 +35,8 @@ def test_pool_is_a_set_of_free_pages(pages, page_size, actions, random):
             taken = pool.allocate(number % 41, after)
             assert (taken is None) == (number % 41 > len(free))
             if taken:
-                assert set(taken) <= free and len(set(taken)) == len(taken)
+                assert set(taken) <= free
+                assert len(set(taken)) == len(taken)
                 free -= set(taken)
                 sequences.append(taken)
         elif action == "grow":
@@ -94,7 +97,7 @@ def test_chunks_of_one_prompt_join_up_beside_another_prompt():
         one += pool.allocate(512, one[-1])
         other += pool.allocate(512, other[-1])
     for sequence in (one, other):
-        runs = 1 + sum(b != a + 1 for a, b in zip(sequence, sequence[1:], strict=False))
+        runs = 1 + sum(b != a + 1 for a, b in itertools.pairwise(sequence))
         assert runs <= 2
 
 

@@ -31,9 +31,9 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 16]),
         pages=st.integers(3, 90),
-        policy=st.sampled_from(POLICIES),
-        enabled=st.sampled_from([True, True, True, False]),
-        share=st.sampled_from([0.0, 0.3, 1.0]),
+        policy=st.sampled_from([*POLICIES, "program", "program"]),
+        enabled=st.sampled_from([True] * 7 + [False]),
+        share=st.sampled_from([0.3, 1.0, 0.0]),
     )
     def start(self, page_size, pages, policy, enabled, share):
         self.page_size = page_size
@@ -91,7 +91,9 @@ class CacheMachine(RuleBasedStateMachine):
         program=st.sampled_from([None, "p", "q"]),
     )
     def acquire(self, letters, salt, program):
-        ids = [letter for letter in letters for _ in range(max(1, self.page_size // 2))]
+        self.begin([letter for letter in letters for _ in range(max(1, self.page_size // 2))], salt, program)
+
+    def begin(self, ids, salt, program):
         version, expected = self.cache.version, self.cache.match_length(ids, salt)
         assert self.cache.version == version
         limit = len(ids) - 1
@@ -103,6 +105,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.sequences.append(sequence)
         if not self.compute(sequence, ids[lease.cached_tokens :]):
             self.drop(sequence)
+
+    @rule(which=st.integers(0, 99), cut=st.integers(0, 20), letters=st.lists(st.integers(0, 1), max_size=3))
+    def fork(self, which, cut, letters):
+        """A sibling: as another sequence, up to a few tokens before its end."""
+        if self.sequences:
+            other = self.sequences[which % len(self.sequences)]
+            ids = other.ids[: max(1, len(other.ids) - cut)] + letters
+            self.begin(ids, other.lease.namespace, other.lease.program)
 
     def brute_force_match(self, ids, salt) -> int:
         prefixes = {(salt, tuple(ids[:end])) for end in range(self.page_size, len(ids) + 1, self.page_size)}

@@ -72,7 +72,8 @@ def test_tree_is_a_dictionary_of_prefixes(page_size, actions, data):
                     prefix = prefix[:-page_size]
         tree.check()
         for node, held in locked:
-            assert node.locks and unpack_ids(node.prefix()) == tuple(held)
+            assert node.locks
+            assert unpack_ids(node.prefix()) == tuple(held)
         assert tree.tokens == len(model.pages) * page_size
         assert set(tree.namespaces) == {namespace for namespace, _ in model.pages}
     for node, _ in locked:
