@@ -26,7 +26,7 @@ _HOME = {
     "tools_spec": "spec",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

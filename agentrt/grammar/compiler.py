@@ -14,19 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import llguidance
-
 from agentrt.backend import Tokenizer
 from agentrt.config import Limits
 from agentrt.errors import GrammarError
 from agentrt.grammar import regex_fsm, regex_syntax
-from agentrt.grammar.composition import structural_lark, tools_lark
+from agentrt.grammar.composition import Composition, lark_with_schemas, structural_lark, tools_lark
 from agentrt.grammar.cursor import GrammarCursor, Matcher
 from agentrt.grammar.killable import TooManyStatesError
 from agentrt.grammar.ledger import Entry, Ledger, Standing, checked
 from agentrt.grammar.llguidance_matcher import LlguidanceMatcher, compiled_template
-from agentrt.grammar.normalize import Normalized, normalize
-from agentrt.grammar.separators import SEPARATORS
+from agentrt.grammar.normalize import normalize
 from agentrt.grammar.verify import Verdict, verifier_of
 from agentrt.grammar.vocabulary import Vocabulary, vocabulary_of
 from agentrt.request import GrammarSpec
@@ -40,6 +37,7 @@ class CompiledGrammar:
         spec: What it was compiled from.
         ledger: What is done about each keyword.
         engine: "llguidance" or "fsm".
+        nbytes: About how much memory it takes; what the cache counts.
     """
 
     spec: GrammarSpec
@@ -48,6 +46,7 @@ class CompiledGrammar:
     _vocabulary: Vocabulary
     _matcher: Callable[[], Matcher]
     _verify: Verdict
+    nbytes: int = 0
 
     @property
     def checked(self) -> bool:
@@ -69,6 +68,10 @@ class _Parts:
     engine: str
     matcher: Callable[[], Matcher]
     verify: Verdict
+    nbytes: int
+
+
+_Kind = Callable[[GrammarSpec, Vocabulary, Limits], _Parts]
 
 
 class GrammarCache:
@@ -93,7 +96,7 @@ class GrammarCache:
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = compiled
-                self._bytes += len(spec.source)
+                self._bytes += len(spec.source) + compiled.nbytes
             self._shrink()
         return compiled
 
@@ -101,8 +104,8 @@ class GrammarCache:
         while self._kept and (
             len(self._kept) > self._limits.grammar_cache_count or self._bytes > self._limits.grammar_cache_bytes
         ):
-            (_, spec), _ = self._kept.popitem(last=False)
-            self._bytes -= len(spec.source)
+            (_, spec), dropped = self._kept.popitem(last=False)
+            self._bytes -= len(spec.source) + dropped.nbytes
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -145,7 +148,7 @@ def _compile(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> Compi
             keyword=first.keyword,
             param=_FIELD[spec.kind],
         )
-    return CompiledGrammar(spec, parts.ledger, parts.engine, vocabulary, parts.matcher, parts.verify)
+    return CompiledGrammar(spec, parts.ledger, parts.engine, vocabulary, parts.matcher, parts.verify, parts.nbytes)
 
 
 _FIELD = {"json_schema": "json_schema", "regex": "regex", "choices": "choices", "lark": "ebnf", "tools": "tools", "structural": "grammar"}
@@ -153,87 +156,96 @@ _FIELD = {"json_schema": "json_schema", "regex": "regex", "choices": "choices", 
 
 # ---- llguidance
 
-
-def _llguidance(grammar: str, vocabulary: Vocabulary) -> Callable[[], Matcher]:
-    template = compiled_template(grammar, vocabulary)
-    return lambda: LlguidanceMatcher(template)
-
-
 #: Keywords to relax, step by step, when llguidance cannot take a schema as it was rewritten.
-_LADDER: tuple[frozenset[str], ...] = tuple(
-    frozenset(words.split())
-    for words in (
-        "",
-        "pattern format patternProperties propertyNames",
-        "pattern format patternProperties propertyNames minProperties maxProperties multipleOf unevaluatedProperties not if "
-        "dependentRequired dependentSchemas dependencies",
-        "pattern format patternProperties propertyNames minProperties maxProperties multipleOf unevaluatedProperties not if "
-        "dependentRequired dependentSchemas dependencies oneOf anyOf allOf minimum maximum exclusiveMinimum exclusiveMaximum",
-        "$ref properties items prefixItems additionalItems patternProperties additionalProperties allOf anyOf oneOf not if enum const "
-        "pattern format propertyNames unevaluatedProperties unevaluatedItems dependentRequired dependentSchemas dependencies required "
-        "minProperties maxProperties",
-    )
+_STEPS = (
+    "pattern format patternProperties propertyNames",
+    "minProperties maxProperties multipleOf unevaluatedProperties not if dependentRequired dependentSchemas dependencies",
+    "oneOf anyOf allOf minimum maximum exclusiveMinimum exclusiveMaximum",
+    "$ref properties items prefixItems additionalItems additionalProperties enum const unevaluatedItems required",
 )
+_LADDER = tuple(frozenset(" ".join(_STEPS[:count]).split()) for count in range(len(_STEPS) + 1))
 
 
-def normalized_and_compiled(
-    schema: Any, vocabulary: Vocabulary, compose: Callable[[Normalized], str], *, prefix: str = "", formats: bool = True
-) -> tuple[Normalized, llguidance.LLMatcher]:
-    """Normalises a schema and compiles what `compose` makes of it, relaxing more where llguidance cannot follow.
+@dataclass(frozen=True)
+class _Built:
+    """What one step of the ladder made: grammars in llguidance's form, the ledger, and the final check."""
+
+    grammars: list[dict[str, Any]]
+    ledger: Ledger
+    verify: Verdict
+
+
+def _with_llguidance(spec: GrammarSpec, vocabulary: Vocabulary, build: Callable[[frozenset[str]], _Built]) -> _Parts:
+    """Compiles what `build` makes, relaxing more where llguidance cannot follow.
 
     Raises:
-        GrammarError: The schema is malformed, refers to what is not there, or nothing can satisfy it.
+        GrammarError: The constraint is malformed, refers to what is not there, or nothing can satisfy it.
     """
-    for step, relaxed in enumerate(_LADDER):
-        normal = normalize(schema, prefix, relaxed=relaxed, formats=formats)
+    plain = spec.jump_forward == "exact_masked"
+    for relaxed in _LADDER:
+        built = build(relaxed)
+        grammars = _without_forcing(built.grammars) if plain else built.grammars
         try:
-            return normal, compiled_template(compose(normal), vocabulary)
+            template = compiled_template(json.dumps({"grammars": grammars}, ensure_ascii=False), vocabulary)
         except GrammarError as error:
             if "nsatisfiable" in str(error):
-                raise GrammarError(f"nothing can satisfy the schema: {error}", keyword=_last_keyword(normal.ledger)) from error
-            if step == len(_LADDER) - 1:
+                raise GrammarError(f"nothing can satisfy the constraint: {error}", keyword=_suspect(built.ledger)) from error
+            if relaxed == _LADDER[-1] or spec.kind == "lark":
                 raise
+            continue
+        return _Parts(built.ledger, "llguidance", lambda: LlguidanceMatcher(template, plain), built.verify, 10 * len(spec.source))
     raise AssertionError("the last step returns or raises")
 
 
-def _last_keyword(ledger: Ledger) -> str:
+def _without_forcing(grammars: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same grammars, with masks that do not narrow forced text to its canonical tokens."""
+    option = '%llguidance {"no_forcing": true}\n'
+    if "lark_grammar" in grammars[0]:
+        return [{**grammars[0], "lark_grammar": option + grammars[0]["lark_grammar"]}, *grammars[1:]]
+    return [{"lark_grammar": option + "start: @document"}, {"name": "document", **grammars[0]}]
+
+
+def _suspect(ledger: Ledger) -> str:
     return ledger[-1].keyword if ledger else "false"
-
-
-def _json_schema(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
-    schema = _parsed(spec.source)
-    formats = bool(spec.option("formats", True))
-
-    def compose(normal: Normalized) -> str:
-        return json.dumps({"grammars": [{"json_schema": normal.whole(SEPARATORS)}]}, ensure_ascii=False)
-
-    normal, template = normalized_and_compiled(schema, vocabulary, compose, formats=formats)
-    verdict = verifier_of(schema, formats=formats).verdict
-    return _Parts(normal.ledger, "llguidance", lambda: LlguidanceMatcher(template), verdict)
 
 
 def _parsed(source: str) -> Any:
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the schema is not JSON: {error}") from error
+        raise GrammarError(f"the constraint is not JSON: {error}") from error
+
+
+def _json_schema(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
+    schema, formats = _parsed(spec.source), bool(spec.option("formats", True))
+    verify = verifier_of(schema, formats=formats).verdict
+
+    def build(relaxed: frozenset[str]) -> _Built:
+        normal = normalize(schema, relaxed=relaxed, formats=formats)
+        return _Built([{"json_schema": normal.whole()}], normal.ledger, verify)
+
+    return _with_llguidance(spec, vocabulary, build)
 
 
 def _lark(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
-    matcher = _llguidance(json.dumps({"grammars": [{"lark_grammar": spec.source}]}), vocabulary)
-    return _Parts((Entry("", "lark", Standing.ENFORCED),), "llguidance", matcher, _nothing_to_check)
+    def build(relaxed: frozenset[str]) -> _Built:
+        lark, ledger = lark_with_schemas(spec.source, relaxed)
+        return _Built([{"lark_grammar": lark}], ledger, _nothing_to_check)
+
+    return _with_llguidance(spec, vocabulary, build)
 
 
-def _tools(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
-    composed = tools_lark(json.loads(spec.source), spec)
-    grammar = json.dumps({"grammars": [{"lark_grammar": composed.lark}]}, ensure_ascii=False)
-    return _Parts(composed.ledger, "llguidance", _llguidance(grammar, vocabulary), composed.verify)
+def _composed(compose: Callable[[Any, GrammarSpec, frozenset[str]], Composition]) -> _Kind:
+    def compile_kind(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
+        source = _parsed(spec.source)
 
+        def build(relaxed: frozenset[str]) -> _Built:
+            made = compose(source, spec, relaxed)
+            return _Built([{"lark_grammar": made.lark}], made.ledger, made.verify)
 
-def _structural(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
-    composed = structural_lark(json.loads(spec.source), spec)
-    grammar = json.dumps({"grammars": [{"lark_grammar": composed.lark}]}, ensure_ascii=False)
-    return _Parts(composed.ledger, "llguidance", _llguidance(grammar, vocabulary), composed.verify)
+        return _with_llguidance(spec, vocabulary, build)
+
+    return compile_kind
 
 
 def _nothing_to_check(text: str) -> list[str]:
@@ -251,31 +263,31 @@ def _regex(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
     entry = Entry("", "regex", Standing.ENFORCED)
     if spec.engine != "llguidance":
         try:
-            automaton = regex_fsm.byte_automaton(pattern, size, limits.grammar_seconds)
-            return _fsm(automaton, vocabulary, entry)
+            automaton = regex_fsm.byte_automaton(pattern, size, 0.8 * limits.grammar_seconds)
+            return _fsm(spec, automaton, vocabulary, entry)
         except TooManyStatesError:
             if spec.engine == "fsm":
                 raise
-    grammar = json.dumps({"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: /{pattern}/"}]})
-    return _Parts((entry,), "llguidance", _llguidance(grammar, vocabulary), _nothing_to_check)
+    lark = f"start: TEXT\nTEXT: /{pattern}/"
+    return _with_llguidance(spec, vocabulary, lambda _: _Built([{"lark_grammar": lark}], (entry,), _nothing_to_check))
 
 
 def _choices(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
     choices = json.loads(spec.source)
     automaton = regex_fsm.automaton_of_choices([choice.encode() for choice in choices])
-    return _fsm(automaton, vocabulary, Entry("", "choices", Standing.ENFORCED))
+    return _fsm(spec, automaton, vocabulary, Entry("", "choices", Standing.ENFORCED))
 
 
-def _fsm(automaton: regex_fsm.ByteAutomaton, vocabulary: Vocabulary, entry: Entry) -> _Parts:
-    fsm = regex_fsm.TokenFsm(automaton, vocabulary)
-    return _Parts((entry,), "fsm", lambda: regex_fsm.FsmMatcher(fsm), _nothing_to_check)
+def _fsm(spec: GrammarSpec, automaton: regex_fsm.ByteAutomaton, vocabulary: Vocabulary, entry: Entry) -> _Parts:
+    fsm, plain = regex_fsm.TokenFsm(automaton, vocabulary), spec.jump_forward == "exact_masked"
+    return _Parts((entry,), "fsm", lambda: regex_fsm.FsmMatcher(fsm, plain), _nothing_to_check, fsm.nbytes)
 
 
-_KINDS: dict[str, Callable[[GrammarSpec, Vocabulary, Limits], _Parts]] = {
+_KINDS: dict[str, _Kind] = {
     "json_schema": _json_schema,
     "regex": _regex,
     "choices": _choices,
     "lark": _lark,
-    "tools": _tools,
-    "structural": _structural,
+    "tools": _composed(tools_lark),
+    "structural": _composed(structural_lark),
 }

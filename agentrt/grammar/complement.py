@@ -49,7 +49,7 @@ def complement(schema: Schema, scope: Scope, depth: int = 0) -> Schema | None:
         return _complement_of_reference(schema, scope, depth)
     options: list[Schema] = []
     for keyword, value in schema.items():
-        if keyword in _SILENT or keyword in ("then", "else") and "if" not in schema:
+        if keyword in _SILENT or (keyword in ("then", "else") and "if" not in schema):
             continue
         rule = _COMPLEMENTS.get(keyword)
         part = rule(value, schema, scope, depth) if rule is not None else None
@@ -183,7 +183,7 @@ def _bound(kind: str, opposite: str, step: int) -> Callable[..., list[Schema] | 
     """Complement of a bound: the opposite bound, `step` further for counts."""
 
     def rule(value: Any, schema: Schema, scope: Scope, depth: int) -> list[Schema] | None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or "exclusive" in opposite and value is True:
+        if isinstance(value, bool) or not isinstance(value, int | float) or ("exclusive" in opposite and value is True):
             return None
         if step and value + step < 0:
             return []

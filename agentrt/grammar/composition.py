@@ -8,6 +8,7 @@ check finds the spans again and validates each document against its own schema.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,7 @@ from typing import Any
 from agentrt.errors import GrammarError
 from agentrt.grammar import regex_syntax
 from agentrt.grammar.ledger import Entry, Ledger, Standing
-from agentrt.grammar.normalize import normalize
-from agentrt.grammar.separators import SEPARATORS
+from agentrt.grammar.normalize import Normalized, normalize
 from agentrt.grammar.verify import Verdict, Verifier, verifier_of
 from agentrt.request import GrammarSpec
 
@@ -82,12 +82,12 @@ def _text_without(triggers: Sequence[str]) -> str:
 # ---- tools
 
 
-def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec) -> Composition:
-    """The grammar of a `tools` spec; `functions` are its source."""
+def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec, relaxed: frozenset[str]) -> Composition:
+    """The grammar of a `tools` spec; `functions` are its source, `relaxed` keywords that the engine cannot take."""
     form = CallForm.from_spec(spec)
     choice = str(spec.option("tool_choice", "auto"))
     offered = [f for f in functions if choice in ("auto", "required", f["name"])]
-    document, ledger = _any_call(offered, functions, form)
+    document, ledger = _any_call(offered, functions, form, relaxed)
     answer = spec.option("answer_schema")
     rules = [f"call: {_quoted(form.begin)} document {_quoted(form.end)}", f"document: {_json(document)}"]
     many = bool(spec.option("parallel", True)) and choice in ("auto", "required")
@@ -98,10 +98,10 @@ def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec) -> Com
     if choice != "auto":
         rules.append(f"start: {calls}")
     elif answer is not None:
-        normal = normalize(json.loads(answer))
+        normal = normalize(json.loads(answer), relaxed=relaxed)
         answer_verifier = verifier_of(json.loads(answer))
         ledger = (*ledger, *normal.ledger)
-        rules += [f"start: answer | {calls}", f"answer: {_json(normal.whole(SEPARATORS))}"]
+        rules += [f"start: answer | {calls}", f"answer: {_json(normal.whole())}"]
     else:
         rules += _auto_rules(form, rest, calls)
     return Composition("\n".join(rules), ledger, _CallCheck(form, verifiers, answer_verifier))
@@ -120,23 +120,26 @@ def _auto_rules(form: CallForm, rest: str, calls: str) -> list[str]:
 
 
 def _any_call(
-    offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], form: CallForm
+    offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], form: CallForm, relaxed: frozenset[str]
 ) -> tuple[dict[str, Any], Ledger]:
     options: list[Any] = []
     definitions: dict[str, Any] = {}
     ledger: list[Entry] = []
+    spelled = False
     for function in offered:
         number = functions.index(function)
         try:
-            normal = normalize(function["parameters"], prefix=f"t{number}.")
+            normal = normalize(function["parameters"], prefix=f"t{number}.", relaxed=relaxed)
         except GrammarError as error:
             error.pointer = f"/{number}/parameters{error.pointer}"
             raise
         definitions |= normal.definitions
+        spelled |= normal.spelled
         ledger += [replace(e, pointer=f"/{number}/parameters{e.pointer}") for e in normal.ledger]
         options.append(_call_schema(function["name"], normal.schema, form))
     schema = options[0] if len(options) == 1 else {"anyOf": options}
-    return {"x-guidance": SEPARATORS, **schema, "$defs": definitions}, tuple(ledger)
+    whole = Normalized(schema, definitions, tuple(ledger), spelled)
+    return whole.whole(), whole.ledger
 
 
 def _call_schema(name: str, parameters: Any, form: CallForm) -> dict[str, Any]:
@@ -186,11 +189,48 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
         return None, len(text)
 
 
+# ---- lark
+
+
+def lark_with_schemas(source: str, relaxed: frozenset[str]) -> tuple[str, Ledger]:
+    """A user's lark grammar, with each ``%json {...}`` in it normalised as a schema alone would be.
+
+    Raises:
+        GrammarError: A schema needs the final check, which finds no documents in text of a grammar's own form.
+    """
+    parts, ledger, at, number = [], [Entry("", "lark", Standing.ENFORCED)], 0, 0
+    for match in re.finditer(r"%json\s*(?=\{)", source):
+        if match.start() < at:
+            continue  # inside a schema that was read already
+        schema, end = _decoded(source, match.end())
+        if schema is None:
+            raise GrammarError("the schema after %json is not JSON", pointer=f"%json {number}", keyword="%json")
+        own = schema.pop("x-guidance", {})
+        normal = normalize(schema, prefix=f"j{number}.", relaxed=relaxed)
+        _refuse_checked(normal.ledger, number)
+        ledger += [replace(e, pointer=f"%json {number}{e.pointer}") for e in normal.ledger]
+        whole = normal.whole()
+        parts += [source[at : match.start()], _json({**whole, "x-guidance": {**whole["x-guidance"], **own}})]
+        at, number = end, number + 1
+    return "".join([*parts, source[at:]]), tuple(ledger)
+
+
+def _refuse_checked(ledger: Ledger, number: int) -> None:
+    for entry in ledger:
+        if entry.standing is Standing.CHECKED:
+            raise GrammarError(
+                f"{entry.keyword} at {entry.pointer or '/'!r} of %json {number} can only be checked at the end ({entry.why}), "
+                "which a lark grammar has no way to; use json_schema, tools or structural tags",
+                pointer=f"%json {number}{entry.pointer}",
+                keyword=entry.keyword,
+            )
+
+
 # ---- structural tags
 
 
-def structural_lark(tags: Sequence[Mapping[str, Any]], spec: GrammarSpec) -> Composition:
-    """The grammar of a `structural` spec; `tags` are its source.
+def structural_lark(tags: Sequence[Mapping[str, Any]], spec: GrammarSpec, relaxed: frozenset[str]) -> Composition:
+    """The grammar of a `structural` spec; `tags` are its source, `relaxed` keywords that the engine cannot take.
 
     Raises:
         GrammarError: A tag is malformed; `pointer` says which.
@@ -204,7 +244,7 @@ def structural_lark(tags: Sequence[Mapping[str, Any]], spec: GrammarSpec) -> Com
     for number, tag in enumerate(tags):
         trigger = _trigger(tag, number)
         by_trigger.setdefault(trigger, []).append(f"{_quoted(tag['begin'][len(trigger) :])} body_{number} {_quoted(tag.get('end', ''))}")
-        body, entries, verifier = _body(tag, number)
+        body, entries, verifier = _body(tag, number, relaxed)
         rules.append(f"body_{number}: {body}")
         ledger += entries
         verifiers.append(verifier)
@@ -240,16 +280,16 @@ def _refuse_overlaps(triggers: Sequence[str]) -> None:
                 raise GrammarError(f"trigger {one!r} occurs in trigger {other!r}; only the shorter one could ever be met", keyword="trigger", param="grammar")
 
 
-def _body(tag: Mapping[str, Any], number: int) -> tuple[str, list[Entry], Verifier | None]:
+def _body(tag: Mapping[str, Any], number: int, relaxed: frozenset[str]) -> tuple[str, list[Entry], Verifier | None]:
     kinds = [kind for kind in ("json_schema", "regex") if kind in tag]
     if len(kinds) != 1:
         raise GrammarError(f"tag {number} needs one of 'json_schema' and 'regex'", pointer=f"/{number}", param="grammar")
     if kinds == ["regex"]:
         pattern = regex_syntax.write(regex_syntax.whole(regex_syntax.parse(tag["regex"])))
         return f"/{pattern}/", [Entry(f"/{number}/regex", "regex", Standing.ENFORCED)], None
-    normal = normalize(tag["json_schema"], prefix=f"g{number}.")
+    normal = normalize(tag["json_schema"], prefix=f"g{number}.", relaxed=relaxed)
     entries = [replace(e, pointer=f"/{number}/json_schema{e.pointer}") for e in normal.ledger]
-    return _json(normal.whole(SEPARATORS)), entries, verifier_of(tag["json_schema"])
+    return _json(normal.whole()), entries, verifier_of(tag["json_schema"])
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,10 @@ def _first_lines(message: str) -> str:
 class LlguidanceMatcher:
     """One sequence's position in a grammar of llguidance's."""
 
-    def __init__(self, template: llguidance.LLMatcher) -> None:
+    def __init__(self, template: llguidance.LLMatcher, plain: bool = False) -> None:
+        """`plain`: the template was compiled without forcing, so masks are the grammar's own and forced runs only drafts."""
         self.matcher = template.deep_copy()
+        self._plain = plain
 
     def fill(self, out: NDArray[np.int32]) -> None:
         """Writes the mask into `out`, int32 [words]; contiguous."""
@@ -63,6 +65,8 @@ class LlguidanceMatcher:
 
     def forced(self) -> list[int]:
         """The canonical tokens that must come next."""
+        if self._plain:
+            self.matcher.compute_ff_bytes()  # without it, a template without forcing finds nothing
         return list(self.matcher.compute_ff_tokens())
 
     def rollback(self, count: int) -> None:

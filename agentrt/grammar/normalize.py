@@ -8,6 +8,7 @@ holds nowhere else. Nothing of the input goes over unread, so no keyword is drop
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,9 @@ from agentrt.grammar.complement import TYPES, complement, disjoint, type_of
 from agentrt.grammar.evaluated import Evaluated, evaluated
 from agentrt.grammar.formats import FORMATS
 from agentrt.grammar.ledger import Entry, Ledger, Standing
+from agentrt.grammar.productive import refuse_endless
 from agentrt.grammar.references import Scope, escaped
+from agentrt.grammar.separators import SEPARATORS, has_control_literal, has_open_object, json_options
 
 #: Whole numbers beyond this are not exact in llguidance, which reads bounds as doubles.
 _EXACT = 2**53
@@ -29,8 +32,7 @@ MAX_DEPTH = 200
 MAX_SPLITS = 64
 
 _IGNORED = frozenset(
-    "$schema $id id $anchor $dynamicAnchor $recursiveAnchor $vocabulary $defs definitions $comment title description default "
-    "examples example readOnly writeOnly deprecated contentMediaType contentEncoding contentSchema then else minContains maxContains".split()
+    ["$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$defs", "definitions", "$comment", "title", "description", "default", "examples", "example", "readOnly", "writeOnly", "deprecated", "contentMediaType", "contentEncoding", "contentSchema", "then", "else", "minContains", "maxContains"]
 )
 
 
@@ -42,16 +44,19 @@ class Normalized:
         schema: The root.
         definitions: What its references refer to, under "#/$defs/".
         ledger: What became of each keyword.
+        spelled: Names in open objects may be spelled in two ways, since control characters must be; so they are CHECKED.
     """
 
     schema: Any
     definitions: dict[str, Any]
     ledger: Ledger
+    spelled: bool = False
 
-    def whole(self, separators: dict[str, Any]) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """One schema that stands alone, with llguidance's options beside it."""
         root = self.schema if isinstance(self.schema, dict) else {"allOf": [self.schema]}
-        return {"x-guidance": separators, **root, "$defs": self.definitions}
+        options = SEPARATORS if self.spelled else json_options([root, self.definitions])
+        return {"x-guidance": options, **root, "$defs": self.definitions}
 
 
 def normalize(schema: Any, prefix: str = "", *, relaxed: frozenset[str] = frozenset(), formats: bool = True) -> Normalized:
@@ -70,9 +75,15 @@ def normalize(schema: Any, prefix: str = "", *, relaxed: frozenset[str] = frozen
     try:
         root = work.node(schema, Scope.of(schema), "", 0)
         work.finish_definitions()
+        refuse_endless(root, work.definitions, work.origins)
     except RecursionError as error:
         raise GrammarError(f"the schema nests deeper than {MAX_DEPTH} levels", keyword="") from error
-    return Normalized(root, work.definitions, tuple(work.ledger))
+    everything = [root, work.definitions]
+    spelled = has_control_literal(everything) and has_open_object(everything)
+    if spelled:
+        why = "the schema spells control characters out, so names could be spelled in two ways"
+        work.ledger.append(Entry("", "additionalProperties", Standing.CHECKED, why))
+    return Normalized(root, work.definitions, tuple(work.ledger), spelled)
 
 
 @dataclass
@@ -105,6 +116,7 @@ class _Normalizer:
         self._in_place: dict[str, set[str]] = {}  #: definition -> definitions that it refers to without a step inward
         self._current = ""
         self._quiet = 0
+        self.origins: dict[str, str] = {}  #: definition -> pointer of what it was made from
 
     # ---- the ledger
 
@@ -136,7 +148,7 @@ class _Normalizer:
         place = _Place(schema, scope.into(schema), pointer, depth)
         alone = scope.dialect.ref_alone and "$ref" in schema
         for keyword, value in schema.items():
-            if alone and keyword != "$ref" or keyword in _IGNORED:
+            if (alone and keyword != "$ref") or keyword in _IGNORED:
                 continue
             self.keyword(place, keyword, value)
         self._current = current
@@ -255,7 +267,7 @@ class _Normalizer:
         number = self.count(place, keyword, value)
         required, named = set(place.schema.get("required", ())), set(place.schema.get("properties", ()))
         closed = place.schema.get("additionalProperties") is False and not place.schema.get("patternProperties")
-        if keyword == "minProperties" and number <= len(required) or keyword == "maxProperties" and closed and number >= len(named | required):
+        if (keyword == "minProperties" and number <= len(required)) or (keyword == "maxProperties" and closed and number >= len(named | required)):
             self.enforced(place, keyword, "follows from the other keywords")
         elif closed and _count_split(place, keyword, number):
             self.enforced(place, keyword, "rewritten as a choice of names")
@@ -355,7 +367,7 @@ class _Normalizer:
 
     def unique_items(self, place: _Place, keyword: str, value: Any) -> None:
         most = place.schema.get("maxItems")
-        if value is not True or isinstance(most, int) and most <= 1:
+        if value is not True or (isinstance(most, int) and most <= 1):
             self.enforced(place, keyword, "asserts nothing here")
             return
         values = _few_values(place)
@@ -367,7 +379,7 @@ class _Normalizer:
 
     def unevaluated_items(self, place: _Place, keyword: str, value: Any) -> None:
         schema = place.schema
-        if value is True or "items" in schema and not isinstance(schema["items"], list) or "additionalItems" in schema:
+        if value is True or ("items" in schema and not isinstance(schema["items"], list)) or "additionalItems" in schema:
             self.enforced(place, keyword, "all items are evaluated")
         elif any(k in schema for k in (*_IN_PLACE, "contains")):
             self.relax(place, keyword, "which items are evaluated depends on the document")
@@ -610,8 +622,8 @@ class _Normalizer:
         while self._pending:
             name, target, scope, where = self._pending.pop()
             self._current = name
-            pointer = where if where.startswith("/") or not where else where
-            self.definitions[name] = self.node(target, scope, pointer, 0, inward=False)
+            self.origins[name] = where
+            self.definitions[name] = self.node(target, scope, where, 0, inward=False)
             self._current = ""
 
 
@@ -727,16 +739,26 @@ def _few_values(place: _Place) -> list[Any] | None:
 
 
 def _arrangements(values: list[Any], schema: dict[str, Any]) -> dict[str, Any]:
-    import itertools
-
     low, high = schema.get("minItems", 0), schema.get("maxItems", len(values))
     lengths = range(int(low), min(int(high), len(values)) + 1)
     return {"enum": [list(order) for n in lengths for order in itertools.permutations(values, n)]}
 
 
 def _count_split(place: _Place, keyword: str, number: int) -> bool:
-    """Rewrites a count over few optional names as a choice of which of them are there."""
-    return False
+    """Rewrites a count over few names, of a closed object, as a choice of which of them are there or not."""
+    names = list(dict.fromkeys([*place.schema.get("properties", ()), *place.schema.get("required", ())]))
+    if keyword == "minProperties":
+        if number > len(names):
+            place.also.append({"type": [t for t in TYPES if t != "object"]})
+            return True
+        options = [{"required": list(chosen)} for chosen in itertools.combinations(names, number)]
+    else:
+        absent = itertools.combinations(names, len(names) - number)
+        options = [{"properties": dict.fromkeys(chosen, False)} for chosen in absent]
+    if len(options) > MAX_SPLITS // 4 or any("anyOf" in part for part in place.also if isinstance(part, dict)):
+        return False
+    place.also.append({"anyOf": options})
+    return True
 
 
 def _names_rule(value: Any, work: _Normalizer, place: _Place) -> dict[str, Any] | None:

@@ -18,33 +18,38 @@ from numpy.typing import NDArray
 
 from agentrt.errors import GrammarError
 from agentrt.grammar.jump_forward import canonical_run
-from agentrt.grammar.killable import PATTERNS
+from agentrt.grammar.killable import PATTERNS, TooManyStatesError
 from agentrt.grammar.regex_worker import byte_table
 from agentrt.grammar.vocabulary import Vocabulary
 
-#: States that an automaton may have: 1 kB each.
+#: States that an automaton may have: 1 kB each while it is made, a tenth of that afterwards.
 MAX_STATES = 50_000
 #: Bytes of masks kept per automaton and vocabulary; beyond it they are computed anew each time.
-MASK_BYTES = 64_000_000
+MASK_BYTES = 16_000_000
 
 #: Characters up to which a pattern is compiled in this process.
 SMALL = 10
 
 
 class ByteAutomaton:
-    """States, and the byte that leads from one to another.
+    """States, and the byte that leads from one to another. Bytes that every state treats alike share a column.
 
     Attributes:
-        table: int32 [states, 256]; the next state, or -1.
+        columns: uint8 [256]; the column of each byte.
+        table: int32 [states, columns]; the next state, or -1.
         accepting: bool [states].
         start: The first state; -1 if nothing matches at all.
+        forced_byte: int16 [states]; the byte that must come next, or -1.
     """
 
     def __init__(self, table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int) -> None:
-        self.table, self.accepting, self.start = _trimmed(table, accepting, start)
-        counts = (self.table >= 0).sum(axis=1)
-        only = np.where((counts == 1) & ~self.accepting, (self.table >= 0).argmax(axis=1), -1)
-        #: int16 [states]; the byte that must come next, or -1.
+        """`table` is int32 [states, 256]."""
+        full, self.accepting, self.start = _trimmed(table, accepting, start)
+        unique, columns = np.unique(full, axis=1, return_inverse=True)
+        self.table: NDArray[np.int32] = np.ascontiguousarray(unique)
+        self.columns: NDArray[np.uint8] = columns.reshape(-1).astype(np.uint8)
+        ways = full >= 0
+        only = np.where((ways.sum(axis=1) == 1) & ~self.accepting, ways.argmax(axis=1), -1)
         self.forced_byte: NDArray[np.int16] = only.astype(np.int16)
         self._chains: dict[int, tuple[bytes, int]] = {}
 
@@ -53,34 +58,48 @@ class ByteAutomaton:
         for byte in text:
             if state < 0:
                 return -1
-            state = int(self.table[state, byte])
+            state = int(self.table[state, self.columns[byte]])
         return state
 
     def chain(self, state: int) -> tuple[bytes, int]:
-        """The longest text forced from `state`, and the state behind it."""
+        """The longest text forced from `state`, and the state behind it; walked once, then looked up."""
         found = self._chains.get(state)
         if found is None:
             text, end = bytearray(), state
             while (byte := int(self.forced_byte[end])) >= 0:
                 text.append(byte)
-                end = int(self.table[end, byte])
+                end = int(self.table[end, self.columns[byte]])
             found = self._chains[state] = (bytes(text), end)
         return found
+
+    def __len__(self) -> int:
+        return len(self.accepting)
 
 
 def _trimmed(
     table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], int]:
     """Cuts away the states from which no accepting state can be reached."""
-    alive = accepting.copy()
-    while True:
-        grown = alive | (np.where(table >= 0, alive[table], False)).any(axis=1)
-        if (grown == alive).all():
-            break
-        alive = grown
+    alive = _reaching(table, accepting)
     number = np.where(alive, np.cumsum(alive) - 1, -1).astype(np.int32)
     kept = np.where(table >= 0, number[table], -1)[alive].astype(np.int32)
     return kept, accepting[alive], int(number[start]) if len(number) else -1
+
+
+def _reaching(table: NDArray[np.int32], accepting: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """bool [states]: those with a way to an accepting state (a search backwards over the distinct moves)."""
+    sources, bytes_ = np.nonzero(table >= 0)
+    moves = np.unique(np.stack([table[sources, bytes_], sources.astype(np.int32)]), axis=1)
+    starts = np.searchsorted(moves[0], np.arange(len(table) + 1))
+    alive = accepting.copy()
+    stack = np.flatnonzero(alive).tolist()
+    while stack:
+        state = stack.pop()
+        for source in moves[1, starts[state] : starts[state + 1]].tolist():
+            if not alive[source]:
+                alive[source] = True
+                stack.append(source)
+    return alive
 
 
 def byte_automaton(pattern: str, size: int, seconds: float) -> ByteAutomaton:
@@ -106,23 +125,28 @@ def automaton_of_choices(choices: Sequence[bytes]) -> ByteAutomaton:
     """The prefix tree of `choices`.
 
     Raises:
-        GrammarError: They hold too many bytes.
+        TooManyStatesError: They hold too many bytes.
     """
-    total = sum(map(len, choices))
-    if total >= MAX_STATES:
-        raise GrammarError(f"the choices hold {total:,} bytes; the limit is {MAX_STATES:,}", pointer="", keyword="choices")
-    table = np.full((total + 1, 256), -1, dtype=np.int32)
-    accepting = np.zeros(total + 1, dtype=bool)
-    used = 1
+    moves: list[dict[int, int]] = [{}]
+    ends = set()
     for choice in choices:
         state = 0
         for byte in choice:
-            if table[state, byte] < 0:
-                table[state, byte] = used
-                used += 1
-            state = int(table[state, byte])
-        accepting[state] = True
-    return ByteAutomaton(table[:used], accepting[:used], 0)
+            following = moves[state].get(byte)
+            if following is None:
+                following = moves[state][byte] = len(moves)
+                moves.append({})
+            state = following
+        ends.add(state)
+        if len(moves) > MAX_STATES:
+            raise TooManyStatesError(f"the choices' prefix tree has more than {MAX_STATES:,} states", keyword="choices")
+    table = np.full((len(moves), 256), -1, dtype=np.int32)
+    for state, row in enumerate(moves):
+        for byte, following in row.items():
+            table[state, byte] = following
+    accepting = np.zeros(len(moves), dtype=bool)
+    accepting[list(ends)] = True
+    return ByteAutomaton(table, accepting, 0)
 
 
 class TokenFsm:
@@ -149,11 +173,11 @@ class TokenFsm:
         return found
 
     def _computed(self, state: int) -> NDArray[np.int32]:
-        vocabulary, table = self.vocabulary, self.automaton.table
+        vocabulary, table, columns = self.vocabulary, self.automaton.table, self.automaton.columns
         ids, states, depth = self._nonempty, np.full(len(self._nonempty), state, dtype=np.int32), 0
         bits = np.zeros(vocabulary.words * 32, dtype=np.uint8)
         while len(ids):
-            states = table[states, vocabulary.flat[vocabulary.starts[ids] + depth]]
+            states = table[states, columns[vocabulary.flat[vocabulary.starts[ids] + depth]]]
             depth += 1
             alive = states >= 0
             ids, states = ids[alive], states[alive]
@@ -180,17 +204,26 @@ class TokenFsm:
                 self._runs[key] = found
         return found
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes at most, masks included."""
+        automaton = self.automaton
+        masks = min(len(automaton), self._kept_masks) * 4 * self.vocabulary.words
+        return automaton.table.nbytes + 100 * len(automaton) + masks
+
     def warm(self) -> None:
         """Makes every state's mask now (ahead of time), as far as the bound allows."""
-        for state in range(min(len(self.automaton.accepting), self._kept_masks)):
+        for state in range(min(len(self.automaton), self._kept_masks)):
             self.mask(state)
 
 
 class FsmMatcher:
     """One sequence's position in a `TokenFsm`."""
 
-    def __init__(self, fsm: TokenFsm) -> None:
+    def __init__(self, fsm: TokenFsm, plain: bool = False) -> None:
+        """`plain`: masks are the automaton's own, and forced runs only drafts."""
         self._fsm = fsm
+        self._plain = plain
         self._states = [fsm.automaton.start]
         self._tokens: list[int] = []
 
@@ -200,7 +233,7 @@ class FsmMatcher:
 
     def fill(self, out: NDArray[np.int32]) -> None:
         """Writes the mask into `out`, int32 [words]: one bit if a token is forced."""
-        run = self.forced()
+        run = () if self._plain else self.forced()
         if run:
             out[:] = 0
             out.view(np.uint32)[run[0] // 32] = np.uint32(1 << run[0] % 32)

@@ -668,7 +668,7 @@ def _write_class(ranges: Ranges) -> str:
 
 def _write_char(code: int) -> str:
     char = chr(code)
-    if char.isascii() and char.isalnum() or char in " _,:;<>=\"'%@!`":
+    if (char.isascii() and char.isalnum()) or char in " _,:;<>=\"'%@!`":
         return char
     if code < 0x80:
         return f"\\x{code:02x}"

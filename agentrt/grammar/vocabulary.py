@@ -110,7 +110,7 @@ class Vocabulary:
 
     @cached_property
     def llguidance(self) -> llguidance.LLTokenizer:
-        """llguidance's table of the same tokens; control tokens get names that no text can spell."""
+        """Llguidance's table of the same tokens; control tokens get names that no text can spell."""
         return llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Source(self)), n_vocab=self.size, eos_token=list(self.eos_ids)
         )
