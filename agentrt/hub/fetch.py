@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agentrt.errors import ModelError
 from agentrt.hub.catalog import CatalogEntry, PackagePart, Source, resolve
-from agentrt.hub.model_cache import cache_home, fetched_path, folder_bytes, hash_file, locked
+from agentrt.hub.model_cache import cache_home, fetched_path, file_sha256, folder_bytes, hash_file, locked
 
 _BLOCK = 4 << 20
 _POLL_SECONDS = 0.2
@@ -86,7 +86,8 @@ def _fetch_entry(entry: CatalogEntry, progress: ProgressCallback) -> Path:
 
 
 def _is_there(target: Path, entry: CatalogEntry) -> bool:
-    return target.is_file() and target.stat().st_size == entry.size
+    """Whether the model lies there and is right: someone may have copied it there by hand."""
+    return target.is_file() and target.stat().st_size == entry.size and file_sha256(target) == entry.sha256
 
 
 def _download_parts(entry: CatalogEntry, partial: Path, progress: ProgressCallback) -> list[Path]:

@@ -25,11 +25,8 @@ from numpy.typing import NDArray
 from agentrt.errors import ModelError
 from agentrt.hub.gguf_config import generation_config, model_config
 from agentrt.hub.gguf_file import GgufFile
-from agentrt.hub.model_cache import converted_path, file_sha256, locked
+from agentrt.hub.model_cache import conversion_key, converted_path, is_complete, locked
 from agentrt.hub.tokenizer_files import write_tokenizer_files
-
-#: Part of a converted folder's name; raise it when the result of a conversion changes.
-LAYOUT = 1
 
 _ALIGNMENT = 64  # of the tensors in the result, so that a mapped tensor suits any kernel
 
@@ -64,11 +61,6 @@ class _Output:
     sources: tuple[str, ...]
 
 
-def conversion_key(path: Path) -> str:
-    """Name of the folder that holds the converted form of this file: of its content, not of its path."""
-    return f"{file_sha256(path)[:32]}-v{LAYOUT}"
-
-
 def convert(path: Path) -> Path:
     """Converts a GGUF file, unless the model cache has the result already.
 
@@ -80,10 +72,10 @@ def convert(path: Path) -> Path:
     """
     key = conversion_key(path)
     target = converted_path(key)
-    if (target / "config.json").is_file():
+    if is_complete(target):
         return target
     with locked(f"convert-{key}"):
-        if not (target / "config.json").is_file():
+        if not is_complete(target):  # another process may have converted it while this one waited
             _convert_into(path, target)
     return target
 

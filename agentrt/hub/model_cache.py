@@ -30,6 +30,9 @@ import platformdirs
 from agentrt.errors import ModelError
 from agentrt.hub.catalog import CATALOG, CatalogEntry, resolve
 
+#: Part of a converted folder's name; raise it when the result of a conversion changes.
+CONVERTED_LAYOUT = 1
+
 _BLOCK = 4 << 20
 
 
@@ -41,7 +44,7 @@ class CachedModel:
         name: Short name of a fetched model; for a converted one, the model's name as its file has it.
         path: File or folder.
         bytes: Its size on the disk.
-        kind: "fetched", "converted", or "partial" for a fetch that did not finish.
+        kind: "fetched", "converted", or "partial" for a fetch or a conversion that did not finish.
     """
 
     name: str
@@ -59,6 +62,16 @@ def cache_home() -> Path:
 def fetched_path(entry: CatalogEntry) -> Path:
     """Where the model of a catalogue entry lies once it was fetched."""
     return cache_home() / "models" / entry.name / entry.file
+
+
+def conversion_key(path: Path) -> str:
+    """Name of the folder that holds the converted form of a GGUF: of its content, not of its path."""
+    return f"{file_sha256(path)[:32]}-v{CONVERTED_LAYOUT}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder is a finished conversion: it gets its name last, and this file before that."""
+    return (folder / "config.json").is_file() and folder.suffix != ".partial"
 
 
 def converted_path(key: str) -> Path:
@@ -133,8 +146,9 @@ def list_cached() -> list[CachedModel]:
         partial = path.parent / ".partial"
         if partial.is_dir():
             found.append(CachedModel(entry.name, partial, folder_bytes(partial), "partial"))
-    for folder in _converted_folders():
-        found.append(CachedModel(_converted_name(folder), folder, folder_bytes(folder), "converted"))
+    for folder in _subfolders(cache_home() / "converted"):
+        kind: Literal["converted", "partial"] = "converted" if is_complete(folder) else "partial"
+        found.append(CachedModel(_converted_name(folder), folder, folder_bytes(folder), kind))
     return found
 
 
@@ -163,18 +177,11 @@ def remove(name: str) -> list[CachedModel]:
 def _of_catalog_entry(entry: CatalogEntry | None, name: str) -> list[CachedModel]:
     if entry is None:
         raise ModelError(f"{name!r} is not in the model cache, so it cannot be removed from it", param="model")
-    key = entry.sha256[:32]
-    return [
-        model
-        for model in list_cached()
-        if (model.kind != "converted" and model.name == entry.name)
-        or (model.kind == "converted" and model.path.name.startswith(key))
-    ]
+    return [model for model in list_cached() if model.name == entry.name]
 
 
-def _converted_folders() -> list[Path]:
-    root = cache_home() / "converted"
-    return sorted(p for p in root.iterdir() if (p / "config.json").is_file()) if root.is_dir() else []
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def _converted_name(folder: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from agentrt.errors import ModelError
 from agentrt.hub.catalog import resolve
 from agentrt.hub.fetch import ProgressCallback, fetch
+from agentrt.hub.model_cache import conversion_key, converted_path, is_complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,16 @@ def resolve_model(name: str | None = None, progress: ProgressCallback | None = N
     place = fetch(name, progress)
     if place.suffix.lower() != ".gguf":
         return _read_folder(source.name, place, None)
-    from agentrt.hub.gguf import convert  # numpy is of no use to a model that is a folder already
+    return _read_folder(source.name, _converted(place), place)
 
-    return _read_folder(source.name, convert(place), place)
+
+def _converted(gguf: Path) -> Path:
+    folder = converted_path(conversion_key(gguf))
+    if is_complete(folder):
+        return folder
+    from agentrt.hub.gguf import convert  # with numpy and more, which a model that was converted needs no longer
+
+    return convert(gguf)
 
 
 def _read_folder(name: str, folder: Path, gguf: Path | None) -> ModelFiles:

@@ -18,7 +18,6 @@ from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -218,8 +217,8 @@ def _check_binop(operator: str, left: Any, right: Any) -> None:
         _check_product(left, right)
     elif operator == "**" and not (abs(left) <= LARGEST_ARGUMENT and abs(right) <= 64):
         raise _OverBudget(f"it computes {left} ** {right}")
-    elif operator == "%" and isinstance(left, str):
-        raise SecurityError("formatting with % is not allowed; use ~")
+    elif operator == "%" and isinstance(left, str) and ("*" in left or _LONG_NUMBER.search(left)):
+        raise _OverBudget("it formats with a width of thousands of characters")
 
 
 def _check_product(left: Any, right: Any) -> None:

@@ -214,7 +214,7 @@ class Tokenizer:
 
     def _encode_text(self, text: str, tokenizer: tokenizers.Tokenizer) -> list[int]:
         try:
-            return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
         except (UnicodeError, TypeError) as error:
             raise _not_text(error) from error
 

@@ -11,8 +11,9 @@ from safetensors import safe_open
 
 from agentrt.errors import ModelError
 from agentrt.hub import gguf as conversion
-from agentrt.hub import resolve_model
+from agentrt.hub import list_cached, resolve_model
 from agentrt.hub.gguf_config import llama3_scaling, model_config
+from agentrt.hub.model_cache import conversion_key, converted_path
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 32, 64, 4, 2, 8, 2
 SHAPE = {
@@ -118,8 +119,9 @@ def test_an_interrupted_conversion_leaves_nothing_and_is_done_again(
         with pytest.raises(KeyboardInterrupt):
             resolve_model(str(path))
     assert list((own_cache / "converted").iterdir()) == []
-    left_by_a_killed_process = conversion.converted_path(conversion.conversion_key(path) + ".0.partial")
+    left_by_a_killed_process = converted_path(conversion_key(path) + ".0.partial")
     left_by_a_killed_process.mkdir()
+    assert [model.kind for model in list_cached()] == ["partial"]
     files = resolve_model(str(path))
     assert [folder.name for folder in (own_cache / "converted").iterdir()] == [files.folder.name]
     assert files.config["attention_bias"] is True

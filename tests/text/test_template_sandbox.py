@@ -27,6 +27,7 @@ NINES = "range(99999)"
         "{{ 'a'.ljust(10 ** 10) }}",
         "{{ '{:>9999999999}'.format(1) }}",
         "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (10 ** 10, 1) }}",
         "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
         "{{ ('a' * 9999) | replace('a', 'b' * 9999) }}",
         "{{ ('b' * 9999).join('a' * 9999) }}",
@@ -99,9 +100,9 @@ def test_what_templates_of_the_hub_use_is_there() -> None:
 {%- endfor %}
 {%- for k, v in {'k': 'v'}.items() %}{{ k ~ v ~ loop.last }}{% endfor %}
 {%- for x in items | selectattr('n', 'gt', 1) %}{{ x.n }}{% endfor %}
-{{- items | map(attribute='n') | join(', ') }}{{ {'a': 1} | tojson(indent=2) }}{{ strftime_now('%Y') | length }}"""
+{{- items | map(attribute='n') | join(', ') }}{{ {'a': 1} | tojson(indent=2) }}{{ strftime_now('%Y') | length }}{{ '%02d' % 7 }}{{ '{:>3}'.format(7) }}"""
     rendered = SandboxedTemplate(source).render({"items": [{"n": 1}, {"n": 2}]})
-    assert rendered == '{"b": "<é>", "a": [1]}2/3kvTrue21, 2{\n  "a": 1\n}4'
+    assert rendered == '{"b": "<é>", "a": [1]}2/3kvTrue21, 2{\n  "a": 1\n}407  7'
 
 
 def test_the_templates_own_words_are_told() -> None:
