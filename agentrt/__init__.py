@@ -39,6 +39,27 @@ _HOME: dict[str, str] = {
     "Usage": "agentrt.request",
     "EngineConfig": "agentrt.config",
     "set_default_backend": "agentrt.backend",
+    "function": "agentrt.lang.program",
+    "gen": "agentrt.lang.expressions",
+    "gen_int": "agentrt.lang.expressions",
+    "gen_string": "agentrt.lang.expressions",
+    "select": "agentrt.lang.expressions",
+    "system": "agentrt.lang.expressions",
+    "user": "agentrt.lang.expressions",
+    "assistant": "agentrt.lang.expressions",
+    "system_begin": "agentrt.lang.expressions",
+    "system_end": "agentrt.lang.expressions",
+    "user_begin": "agentrt.lang.expressions",
+    "user_end": "agentrt.lang.expressions",
+    "assistant_begin": "agentrt.lang.expressions",
+    "assistant_end": "agentrt.lang.expressions",
+    "special": "agentrt.lang.expressions",
+    "separate_reasoning": "agentrt.lang.expressions",
+    "image": "agentrt.lang.expressions",
+    "video": "agentrt.lang.expressions",
+    "State": "agentrt.lang.state",
+    "AsyncState": "agentrt.lang.state",
+    "Recording": "agentrt.lang.recording",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
@@ -78,6 +99,27 @@ if TYPE_CHECKING:
     from agentrt.errors import RequestError as RequestError
     from agentrt.errors import TooLongError as TooLongError
     from agentrt.errors import UserError as UserError
+    from agentrt.lang.expressions import assistant as assistant
+    from agentrt.lang.expressions import assistant_begin as assistant_begin
+    from agentrt.lang.expressions import assistant_end as assistant_end
+    from agentrt.lang.expressions import gen as gen
+    from agentrt.lang.expressions import gen_int as gen_int
+    from agentrt.lang.expressions import gen_string as gen_string
+    from agentrt.lang.expressions import image as image
+    from agentrt.lang.expressions import select as select
+    from agentrt.lang.expressions import separate_reasoning as separate_reasoning
+    from agentrt.lang.expressions import special as special
+    from agentrt.lang.expressions import system as system
+    from agentrt.lang.expressions import system_begin as system_begin
+    from agentrt.lang.expressions import system_end as system_end
+    from agentrt.lang.expressions import user as user
+    from agentrt.lang.expressions import user_begin as user_begin
+    from agentrt.lang.expressions import user_end as user_end
+    from agentrt.lang.expressions import video as video
+    from agentrt.lang.program import function as function
+    from agentrt.lang.recording import Recording as Recording
+    from agentrt.lang.state import AsyncState as AsyncState
+    from agentrt.lang.state import State as State
     from agentrt.request import Completion as Completion
     from agentrt.request import FinishReason as FinishReason
     from agentrt.request import GrammarSpec as GrammarSpec

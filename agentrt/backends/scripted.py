@@ -46,6 +46,8 @@ class Answer:
     ends: bool = True
 
 
+IDLE_SECONDS = 0.2  #: after which the thread ends
+
 Script = Callable[[str, Request], "str | Answer"]
 Score = Callable[[Sequence[int], int], float]  #: (ids before, id) -> its log-probability
 
@@ -195,21 +197,22 @@ class ScriptedBackend:
             self._cache.insert(request.prompt_ids, request.cache_salt)
             if not self._inline:
                 self._running[request.request_id] = running
-                self._start_thread()
         running.usage = {"cached_tokens": min(cached, len(request.prompt_ids) - 1)}
         running.deltas = self._answer(running)
         if self._inline:
             self._finish_inline(running)
         else:
             self._inbox.put(running)
+            with self._lock:
+                self._start_thread()
 
     def _check(self, request: Request) -> None:
         if not request.prompt_ids:
             raise PromptError("the prompt is empty", param="prompt_ids")
-        wrong = next((i for i in request.prompt_ids if not 0 <= i < self._tokenizer.vocab_size), None)
-        if wrong is not None:
+        low, high, size = min(request.prompt_ids), max(request.prompt_ids), self._tokenizer.vocab_size
+        if low < 0 or high >= size:
             raise PromptError(
-                f"token id {wrong} is outside the vocabulary of {self._tokenizer.vocab_size}", param="prompt_ids"
+                f"token id {low if low < 0 else high} is outside the vocabulary of {size}", param="prompt_ids"
             )
         needed, limit = len(request.prompt_ids) + (request.sampling.max_tokens != 0), self._capabilities.max_context
         if needed > limit:
@@ -243,7 +246,12 @@ class ScriptedBackend:
         active: list[tuple[_Running, Iterator[TokenDelta]]] = []
         while True:
             while not active or not self._inbox.empty():
-                arrived = self._inbox.get()
+                try:
+                    arrived = self._inbox.get(timeout=IDLE_SECONDS)
+                except queue.Empty:
+                    if self._retire():
+                        return
+                    continue
                 if arrived is None:
                     self._fail_all([running for running, _ in active])
                     return
@@ -253,6 +261,13 @@ class ScriptedBackend:
                 time.sleep(self._step_seconds)
             elif active and all(running.starts > time.monotonic() for running, _ in active):
                 time.sleep(0.001)
+
+    def _retire(self) -> bool:
+        """Ends the thread if there is nothing to do; the next request starts another."""
+        with self._lock:
+            if self._inbox.empty():
+                self._thread = None
+            return self._thread is None
 
     def _step(self, running: _Running, deltas: Iterator[TokenDelta]) -> bool:
         """Gives one request its next delta; True when that was its last."""

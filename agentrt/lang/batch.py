@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from agentrt.backend import Backend, Sink
 from agentrt.errors import AgentrtError, UserError
 from agentrt.lang.state import State
-from agentrt.lang.waiting import WORKERS, event_loop, on_loop, settle, wait, workers
+from agentrt.lang.waiting import WORKERS, Promise, event_loop, on_loop, settle, wait, workers
 from agentrt.request import ProgramTag, Request, SamplingParams, TokenDelta
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Batch:
     def __init__(self, program: Function[..., Any], plans: list[Plan], limit: int) -> None:
         self._program = program
         self._gate = PrefixGate()
-        self.done: list[Future[State]] = [Future() for _ in plans]
+        self.done: list[Future[State]] = [Promise() for _ in plans]
         self._waiting = iter(list(zip(plans, self.done, strict=True)))
         self._lock = threading.Lock()
         self._limit = min(limit, len(plans))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from agentrt.errors import RequestError, UserError
 from agentrt.lang.origin import caller
 from agentrt.lang.run import Budget
-from agentrt.lang.waiting import await_future, wait
+from agentrt.lang.waiting import Promise, await_future, wait
 
 if TYPE_CHECKING:
     from agentrt.lang.interpreter import Branch
@@ -127,7 +127,7 @@ class Race(Generic[S]):
         key = f"{parent.path}#{fork}"
         self._states = states
         self._ended: list[int] = []
-        self._news: Future[None] = Future()
+        self._news: Future[None] = Promise()
         self._lock = run.lock
         self._order = run.recording.winners.setdefault(key, [])
         self._replayed = list(run.replay.winners.get(key, [])) if run.replay is not None else []
@@ -137,7 +137,7 @@ class Race(Generic[S]):
     def _end(self, place: int, _: Future[Any]) -> None:
         with self._lock:
             self._ended.append(place)
-            news, self._news = self._news, Future()
+            news, self._news = self._news, Promise()
         news.set_result(None)
 
     def next(self, taken: set[int]) -> tuple[int | None, Future[None]]:

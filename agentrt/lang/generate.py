@@ -47,7 +47,7 @@ def sampling_of(branch: Branch, item: Item, attempt: int = 0) -> SamplingParams:
     node: ir.Gen = item.node
     own = node.sampling if node.value is None else {**node.sampling, **node.value.constraint}
     return branch.run.sampling.params(
-        own, typed=node.value is not None, seed=branch.seed(item, attempt), room=branch.budget.room()
+        own, typed=node.value is not None, seed=lambda: branch.seed(item, attempt), room=branch.budget.room()
     )
 
 

@@ -33,11 +33,12 @@ from agentrt.lang.roles import spells_control_token
 from agentrt.lang.run import Asking, Budget, Run
 from agentrt.lang.transcript import Piece, Transcript
 from agentrt.lang.variables import Feed, Variable, known
+from agentrt.lang.waiting import Promise
 from agentrt.request import Completion, ProgramTag, Request, SamplingParams, Usage
 
 Step = Generator[Future[Any], Any, None]
 
-_IDLE: Future[Any] = Future()  #: what a drive returns when nothing is left to run
+_IDLE: Future[Any] = Promise()  #: what a drive returns when nothing is left to run
 _CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a control token
 
 
@@ -111,7 +112,7 @@ class Look:
     """Looks at the branch when everything before it has run, from the thread that drives it."""
 
     read: Callable[[Branch], Any]
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Promise)
 
     def fail(self, error: BaseException) -> None:
         """Ends the wait with an error."""
@@ -236,8 +237,8 @@ class Branch:
         with self.run.lock:
             found, error = self.variables.get(name), self.error
             if found is None and error is None and not self.run.done.done():
-                return self._expected.setdefault(name, Future())
-        future: Future[Variable] = Future()
+                return self._expected.setdefault(name, Promise())
+        future: Future[Variable] = Promise()
         if found is not None:
             future.set_result(found)
         else:
@@ -621,7 +622,7 @@ def _join(branch: Branch, item: Item) -> Step:
     for child, mark in zip(point.children, point.marks, strict=True):
         try:
             yield mark
-        except BaseException as error:
+        except Exception as error:
             child.seen = True
             failed = failed or error
     if failed is not None and not point.keep_errors:

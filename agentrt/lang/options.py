@@ -7,7 +7,7 @@ seeds. Invariant: the options of a gen win over those of the run, and a name tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -76,14 +76,19 @@ class Sampling:
         self._made: dict[Any, SamplingParams] = {}
 
     def params(
-        self, own: Mapping[str, Any], *, typed: bool = False, seed: int = 0, room: int | None = None
+        self,
+        own: Mapping[str, Any],
+        *,
+        typed: bool = False,
+        seed: Callable[[], int] = lambda: 0,
+        room: int | None = None,
     ) -> SamplingParams:
         """Returns the checked parameters of one gen.
 
         Args:
             own: The gen's own fields.
             typed: The answer is a typed value: its length is bounded by the context, not by the default limit.
-            seed: What this gen draws from, unless it brings its own.
+            seed: Makes what this gen draws from, if it draws at all and brings no seed of its own.
             room: Most tokens that are left to it (a budget); None for no bound.
         """
         key = (typed, room, tuple(own.items()))
@@ -109,10 +114,10 @@ class Sampling:
             )
         return SamplingParams(max_tokens=limit, **merged)
 
-    def _seeded(self, made: SamplingParams, own: Mapping[str, Any], seed: int) -> SamplingParams:
+    def _seeded(self, made: SamplingParams, own: Mapping[str, Any], seed: Callable[[], int]) -> SamplingParams:
         if "seed" in own or (made.temperature == 0 and made.n == 1):  # nothing is drawn
             return made
-        return _with_seed(made, seed)
+        return _with_seed(made, seed())
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
@@ -313,13 +312,9 @@ class Function(Generic[P, R]):
             budget=Budget(None, run_options.get("token_budget"), run_options.get("deadline")),
             gate=gate,
             replay=run_options.get("replay"),
-            healing=run_options.get("token_healing", not self._written_for_sgl()),
+            healing=run_options.get("token_healing", False),
         )
         return Branch(run)
-
-    def _written_for_sgl(self) -> bool:
-        """Whether the program's module knows agentrt as ``sgl``: it then expects text before a gen to stay as it is."""
-        return getattr(self.func, "__globals__", {}).get("sgl") is sys.modules.get("agentrt")
 
     def perform(self, trunk: Branch, plan: Plan) -> None:
         """Runs a synchronous body to the end of everything that it started.

@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrt.backend import Backend, Collector, Sink
@@ -23,6 +22,7 @@ from agentrt.errors import AbortedError, AgentrtError, RequestError
 from agentrt.lang.options import Sampling
 from agentrt.lang.recording import Call, Recording, ToolRun
 from agentrt.lang.roles import ChatRoles, chat_roles
+from agentrt.lang.waiting import Promise
 from agentrt.request import Completion, FinishReason, Request, TokenDelta
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Asking:
 
     def __init__(self, request: Request, show: Callable[[str], None] | None) -> None:
         self.request = request
-        self.future: Future[Completion] = Future()
+        self.future: Promise[Completion] = Promise()
         self._collector = Collector(request)
         self._show = show
 
@@ -171,7 +171,7 @@ class Run:
         self.replay = replay
         self.recording = Recording(name, self.seed)
         self.began = time.monotonic()
-        self.done: Future[None] = Future()
+        self.done: Promise[None] = Promise()
         self.ret_value: Any = None
         self.lock = threading.Lock()
         self.ends = frozenset(self.tokenizer.eos_ids)

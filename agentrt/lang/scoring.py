@@ -157,7 +157,7 @@ def _ask_for_one(branch: Branch, item: Item) -> Waits:
         {"choices": list(node.choices)} if constrained else {"max_tokens": max(map(len, node.choices)) + 8}
     )
     sampling = branch.run.sampling.params(
-        {**own, "temperature": node.temperature, "n": 1}, typed=constrained, seed=branch.seed(item)
+        {**own, "temperature": node.temperature, "n": 1}, typed=constrained, seed=lambda: branch.seed(item)
     )
     completion: Completion = yield from ask(branch, item, sampling, None, kind="select")
     text = completion.text.strip()

@@ -23,6 +23,9 @@ from agentrt.lang.run import Run
 from agentrt.lang.waiting import on_loop, wait
 from agentrt.request import ProgramTag, Request, SamplingParams
 
+#: Placeholders begin with this while a trace runs, so that the constant text before them can be told apart.
+_MARK = "\ue0ff"
+
 
 class UndecidedError(UserError):
     """A body decides by something that is unknown while tracing."""
@@ -34,7 +37,7 @@ class Unknown(str):
     name: str
 
     def __new__(cls, name: str) -> Unknown:  # noqa: D102
-        made = super().__new__(cls, f"{{{name}}}")
+        made = super().__new__(cls, f"{_MARK}{{{name}}}")
         made.name = name
         return made
 
@@ -71,6 +74,7 @@ class Trace:
 
     Attributes:
         nodes: In order.
+        prefix: Those before the first one that asks the model or holds unknown text.
         forks: The traces of its branches, fork after fork.
         variables: Names that it set, in order.
         complete: The body ran to its end.
@@ -79,35 +83,15 @@ class Trace:
     """
 
     nodes: list[ir.Expr] = field(default_factory=list)
+    prefix: list[ir.Expr] = field(default_factory=list)
     forks: list[list[Trace]] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
     complete: bool = True
     why: str = ""
     ret_value: Any = None
 
-    @property
-    def prefix(self) -> list[ir.Expr]:
-        """The nodes before the first one that asks the model or holds unknown text."""
-        known: list[ir.Expr] = []
-        for node in self.nodes:
-            if isinstance(node, ir.Gen | ir.Select | ir.ToolCall | ir.AgentLoop | ir.Media):
-                break
-            if isinstance(node, ir.Text) and (cut := _unknown_at(node.text)) >= 0:
-                known.append(ir.Text(node.text[:cut]))
-                break
-            known.append(node)
-        return known
-
     def __str__(self) -> str:
         return "\n".join(map(repr, self.nodes)) + ("" if self.complete else f"\n... {self.why}")
-
-
-#: Placeholders that were written into text keep these marks while a trace runs, so that the prefix can end before them.
-_MARK = "\ue0ff"
-
-
-def _unknown_at(text: str) -> int:
-    return text.find(_MARK)
 
 
 class TraceState:
@@ -276,7 +260,7 @@ def _in_async() -> bool:
 
 def unknown(name: str) -> Unknown:
     """A placeholder that a trace can find again in text."""
-    return Unknown(f"{_MARK}{name}")
+    return Unknown(name)
 
 
 def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_async: bool) -> Trace:
@@ -286,8 +270,29 @@ def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
         result = func(TraceState(made), *args, **kwargs)
         made.ret_value = wait(on_loop(result)) if is_async and inspect.iscoroutine(result) else result
     except UndecidedError as error:
-        made.complete, made.why = False, str(error).replace(_MARK, "")
+        made.complete, made.why = False, str(error)
+    _conclude(made)
     return made
+
+
+def _conclude(traced: Trace) -> None:
+    """Finds the constant prefix, and takes the marks out of the text."""
+    traced.prefix = _constant(traced.nodes)
+    traced.nodes = [ir.Text(n.text.replace(_MARK, "")) if isinstance(n, ir.Text) else n for n in traced.nodes]
+    for branch in (branch for fork in traced.forks for branch in fork):
+        _conclude(branch)
+
+
+def _constant(appended: list[ir.Expr]) -> list[ir.Expr]:
+    known: list[ir.Expr] = []
+    for node in appended:
+        if isinstance(node, ir.Gen | ir.Select | ir.ToolCall | ir.AgentLoop | ir.Media):
+            break
+        if isinstance(node, ir.Text) and _MARK in node.text:
+            known.append(ir.Text(node.text.partition(_MARK)[0]))
+            break
+        known.append(node)
+    return known
 
 
 def cache_prefix(traced: Trace, backend: Backend, name: str) -> int:

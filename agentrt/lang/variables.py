@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from agentrt.lang.waiting import await_future, wait
+from agentrt.lang.waiting import Promise, await_future, wait
 
 
 class Feed:
@@ -54,7 +54,7 @@ class Feed:
             if len(self.pieces) > seen or self.closed:
                 return None
             if self._waiting is None:
-                self._waiting = Future()
+                self._waiting = Promise()
             return self._waiting
 
     def read(self, seen: int = 0, until: Future[int] | None = None) -> Iterator[str]:
@@ -114,7 +114,7 @@ class Variable:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.future: Future[Any] = Future()
+        self.future: Promise[Any] = Promise()
         self.feed = Feed()
         self.meta: Any = {}
 

@@ -151,7 +151,10 @@ def test_n_samples_and_their_logprobs():
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=12), st.lists(st.integers(0, 2), max_size=7).map(tuple))
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=12),
+    st.lists(st.integers(0, 2), max_size=7).map(tuple),
+)
 def test_the_prefix_set_finds_the_longest_common_prefix_with_any(inserted, asked):
     known = PrefixSet()
     for ids in inserted:
