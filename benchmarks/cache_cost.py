@@ -30,9 +30,11 @@ TURN = 64
 TARGETS_MS = {"match": 0.3, "evict": 5.0}
 
 
-def build(tokens: int, branches: int, policy: str, page_size: int, rng: random.Random) -> tuple[PrefixCache, list[list[int]]]:
+def build(
+    tokens: int, branches: int, policy: str, page_size: int, rng: random.Random
+) -> tuple[PrefixCache, list[list[int]]]:
     """A full cache of about so many tokens and leaves; and the ids of some of its longest paths, at least a prompt long."""
-    cache = PrefixCache(PagePool(tokens // page_size, page_size), eviction_policy(policy, tokens))
+    cache = PrefixCache(PagePool(tokens // page_size, page_size), eviction_policy(policy))
     trunks = [[rng.randrange(150_000) for _ in range(PROMPT - 2 * TURN)] for _ in range(20)]
     for number, trunk in enumerate(trunks):
         store(cache, trunk, f"trunk-{number}")
@@ -71,7 +73,11 @@ def timed(action: Callable[[], object]) -> float:
 
 def summary(samples: list[float]) -> dict[str, float]:
     ordered = sorted(samples)
-    return {"median_ms": statistics.median(ordered), "p99_ms": ordered[int(0.99 * (len(ordered) - 1))], "n": len(ordered)}
+    return {
+        "median_ms": statistics.median(ordered),
+        "p99_ms": ordered[int(0.99 * (len(ordered) - 1))],
+        "n": len(ordered),
+    }
 
 
 def measure(tokens: int, branches: int, policy: str, page_size: int, seed: int) -> dict[str, dict[str, float]]:
@@ -81,7 +87,9 @@ def measure(tokens: int, branches: int, policy: str, page_size: int, seed: int) 
     size = {"tokens": cache.cached_tokens, "nodes": cache.nodes}
     prompts = [rng.choice(paths) for _ in range(300)]
     keys = [PrefixKey(ids) for ids in prompts]
-    costs: dict[str, list[float]] = {name: [] for name in ("match", "match from ids", "acquire", "publish 32", "evict", "refill")}
+    costs: dict[str, list[float]] = {
+        name: [] for name in ("match", "match from ids", "acquire", "publish 32", "evict", "refill")
+    }
     for ids, key in zip(prompts, keys, strict=True):
         costs["match"].append(timed(lambda key=key: cache.match(key)))
         costs["match from ids"].append(timed(lambda ids=ids: cache.match_length(ids)))
@@ -122,9 +130,11 @@ def main() -> None:
         "targets_ms": TARGETS_MS,
         "results": {},
     }
-    print(f"seed {options.seed}; {report['machine']}; match: {PROMPT}-token prompts; evict: {EVICTED} tokens; milliseconds")
+    print(
+        f"seed {options.seed}; {report['machine']}; match: {PROMPT}-token prompts; evict: {EVICTED} tokens; milliseconds"
+    )
     print(f"{'policy':10}{'page':>5}{'tokens':>11}{'nodes':>8}  {'what':16}{'median':>9}{'p99':>9}{'goal':>7}")
-    for policy, page_size in (("lru", 1), ("lru", 16), ("slru", 1), ("program", 1)):
+    for policy, page_size in (("lru", 1), ("lru", 16), ("slru", 1), ("adaptive", 1), ("program", 1)):
         costs = measure(options.tokens, options.branches, policy, page_size, options.seed)
         report["results"][f"{policy}, page size {page_size}"] = costs
         tree = costs.pop("tree")

@@ -13,7 +13,8 @@ import heapq
 import itertools
 from typing import Protocol
 
-from agentrt.cache.radix_tree import Node
+from agentrt.cache.adaptive import Adaptive
+from agentrt.cache.radix_tree import Node, PrefixKey
 from agentrt.errors import UserError
 
 Rank = tuple[float, ...]
@@ -21,6 +22,10 @@ Rank = tuple[float, ...]
 
 class EvictionPolicy(Protocol):
     """An order of evictable leaves."""
+
+    def fit(self, pages: int, page_size: int) -> None:
+        """Hears the pool's size, once, before all else."""
+        ...
 
     def add(self, node: Node) -> None:
         """Takes `node`, an evictable leaf, as a candidate, or ranks it anew if it is one."""
@@ -34,8 +39,16 @@ class EvictionPolicy(Protocol):
         """Forgets `node`, which is no longer in the tree."""
         ...
 
-    def used(self, node: Node) -> None:
-        """Hears that a lease found `node`, before its `hits` and `last_access` are brought up to date."""
+    def portion(self, node: Node) -> int:
+        """How many pages to take at most off the end of the leaf that `pop` just gave, before it is added again."""
+        ...
+
+    def asked(self, key: PrefixKey) -> None:
+        """Hears what a request asks for, before it is looked up."""
+        ...
+
+    def released(self, node: Node) -> None:
+        """Hears that a lease is about to end at `node`."""
         ...
 
 
@@ -90,6 +103,9 @@ class LRU:
     def __init__(self) -> None:
         self._candidates = Candidates()
 
+    def fit(self, pages: int, page_size: int) -> None:
+        """Any size is the same to it."""
+
     def add(self, node: Node) -> None:
         """Ranks an evictable leaf."""
         self._candidates.add(node, (node.last_access,))
@@ -102,8 +118,15 @@ class LRU:
         """Forgets a node that has gone."""
         self._candidates.discard(node)
 
-    def used(self, node: Node) -> None:
-        """Hears that a lease found the node: `hits` and `last_access` say enough."""
+    def portion(self, node: Node) -> int:
+        """All of it."""
+        return len(node.pages)
+
+    def asked(self, key: PrefixKey) -> None:
+        """Learns nothing: a node's `hits` and `last_access` say enough."""
+
+    def released(self, node: Node) -> None:
+        """Learns nothing."""
 
 
 class LFU(LRU):
@@ -121,15 +144,19 @@ class SLRU:
     used of them go back to probation, at its young end, so that what was popular once does not stay for ever.
 
     Args:
-        capacity: Tokens in the pool.
         protected_share: Largest share of it that protected leaves may hold.
     """
 
-    def __init__(self, capacity: int, protected_share: float = 0.8) -> None:
-        self._limit = int(capacity * protected_share)
+    def __init__(self, protected_share: float = 0.8) -> None:
+        self._share = protected_share
+        self._limit = 0
         self._probation = Candidates()
         self._protected = Candidates()
         self._youngest = 0.0
+
+    def fit(self, pages: int, page_size: int) -> None:
+        """Works out how many tokens may be protected."""
+        self._limit = int(pages * self._share) * page_size
 
     def add(self, node: Node) -> None:
         """Ranks an evictable leaf."""
@@ -151,8 +178,15 @@ class SLRU:
         self._probation.discard(node)
         self._protected.discard(node)
 
-    def used(self, node: Node) -> None:
-        """Hears that a lease found the node: `hits` and `last_access` say enough."""
+    def portion(self, node: Node) -> int:
+        """All of it."""
+        return len(node.pages)
+
+    def asked(self, key: PrefixKey) -> None:
+        """Learns nothing: a node's `hits` and `last_access` say enough."""
+
+    def released(self, node: Node) -> None:
+        """Learns nothing."""
 
 
 class ProgramAware:
@@ -167,6 +201,10 @@ class ProgramAware:
     def __init__(self, base: EvictionPolicy) -> None:
         self._base = base
         self._abandoned = Candidates()
+
+    def fit(self, pages: int, page_size: int) -> None:
+        """Passes it on."""
+        self._base.fit(pages, page_size)
 
     def add(self, node: Node) -> None:
         """Ranks an evictable leaf."""
@@ -186,16 +224,28 @@ class ProgramAware:
         self._abandoned.discard(node)
         self._base.discard(node)
 
-    def used(self, node: Node) -> None:
-        """Hears that a lease found the node."""
-        self._base.used(node)
+    def portion(self, node: Node) -> int:
+        """As the base says; all of what nobody will use."""
+        return len(node.pages) if node.owner is not None and node.owner.finished else self._base.portion(node)
+
+    def asked(self, key: PrefixKey) -> None:
+        """Passes it on."""
+        self._base.asked(key)
+
+    def released(self, node: Node) -> None:
+        """Passes it on."""
+        self._base.released(node)
 
 
-POLICIES = ("lru", "lfu", "slru", "program")
+POLICIES = ("lru", "lfu", "slru", "adaptive", "program")
 
 
-def eviction_policy(name: str, capacity: int) -> EvictionPolicy:
-    """The policy of that name, for a pool of `capacity` tokens.
+def eviction_policy(name: str, capacity: int | None = None) -> EvictionPolicy:
+    """The policy of that name.
+
+    Args:
+        name: One of `POLICIES`.
+        capacity: Not needed: the prefix cache tells the policy how large the pool is.
 
     Raises:
         UserError: There is no such policy.
@@ -205,7 +255,9 @@ def eviction_policy(name: str, capacity: int) -> EvictionPolicy:
     if name == "lfu":
         return LFU()
     if name == "slru":
-        return SLRU(capacity)
+        return SLRU()
+    if name == "adaptive":
+        return Adaptive()
     if name == "program":
         return ProgramAware(LRU())
-    raise UserError(f"eviction is {name!r}; it must be lru, lfu, slru, adaptive or program", param="eviction")
+    raise UserError(f"eviction is {name!r}; it must be one of {', '.join(POLICIES)}", param="eviction")

@@ -151,6 +151,7 @@ class PrefixCache:
         self.hit_tokens_total = 0
         self._policy = policy
         self._clock = clock
+        policy.fit(pool.total, pool.page_size)
         self.tree.on_leaf = policy.add
         hold_tokens = int(hold_share * pool.total) * pool.page_size
         self._programs = Programs(self.tree, hold_tokens if isinstance(policy, ProgramAware) else 0, clock)
@@ -228,6 +229,8 @@ class PrefixCache:
             A lease, of no tokens if nothing was found; it must be released once.
         """
         key = ids if isinstance(ids, PrefixKey) else PrefixKey(ids, namespace)
+        if self.enabled:
+            self._policy.asked(key)
         match = self.match(key, limit)
         self.queried_tokens_total += len(key)
         self.hit_tokens_total += match.length
@@ -237,7 +240,6 @@ class PrefixCache:
         node = self.tree.lock(match)
         now = self._clock()
         for visited in node.path():
-            self._policy.used(visited)
             visited.hits += 1
             visited.last_access = now
         self._programs.use(program, node)
@@ -312,6 +314,7 @@ class PrefixCache:
         lease.released = True
         if lease._node is not None:
             self.pool.settle(int(lease._node.pages[-1]))
+            self._policy.released(lease._node)
             self.tree.unlock(lease._node, self._clock())
             lease._node = lease._leaf = None
 
@@ -367,7 +370,7 @@ class PrefixCache:
                 if not self._programs.yield_oldest():
                     break
                 continue
-            pages = self._remove(node, missing)
+            pages = self._remove(node, min(missing, self._policy.portion(node)))
             freed.append(pages)
             missing -= len(pages)
             if node.parent is not None:

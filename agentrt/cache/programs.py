@@ -89,7 +89,12 @@ class Programs:
     def forget(self, node: Node, parent: Node | None) -> None:
         """Notes that `node` has left the tree, from below `parent`."""
         owner = node.owner
-        if isinstance(owner, Program) and owner.ends.pop(node, True) is None and parent is not None and parent.owner is owner:
+        if (
+            isinstance(owner, Program)
+            and owner.ends.pop(node, True) is None
+            and parent is not None
+            and parent.owner is owner
+        ):
             owner.ends[parent] = None
 
     def hold(self, name: str, seconds: float) -> None:

@@ -240,13 +240,17 @@ class RadixTree:
 
     def match(self, key: PrefixKey, limit: int | None = None) -> Match:
         """Finds the longest cached prefix, whole pages, of at most `limit` tokens. Changes nothing."""
-        root = self._roots.get(key.namespace)
+        return self.find(key.namespace, key.packed, limit)
+
+    def find(self, namespace: str, packed: bytes, limit: int | None = None) -> Match:
+        """As `match`, for ids that are packed already."""
+        root = self._roots.get(namespace)
         if root is None:
             return Match(None, 0, 0)
-        length = len(key.packed) // _ID_BYTES
+        length = len(packed) // _ID_BYTES
         stop = self._whole_bytes(length if limit is None else max(0, min(limit, length)))
-        node, offset, position = self._descend(root, key.packed, 0, stop)
-        next_page = key.packed[position : position + self._page_bytes]
+        node, offset, position = self._descend(root, packed, 0, stop)
+        next_page = packed[position : position + self._page_bytes]
         if len(next_page) < self._page_bytes:
             next_page = b""
         return Match(node, offset // _ID_BYTES, position // _ID_BYTES, next_page)

@@ -61,7 +61,12 @@ def test_pool_is_a_set_of_free_pages(pages, page_size, actions, random):
 
 @pytest.mark.parametrize(
     ("pages", "said"),
-    [([3, 3], "3 is freed twice"), ([1, 7], "7 is freed, but"), ([2, 10], "10 is not of this pool"), ([-1], "-1 is not")],
+    [
+        ([3, 3], "3 is freed twice"),
+        ([1, 7], "7 is freed, but"),
+        ([2, 10], "10 is not of this pool"),
+        ([-1], "-1 is not"),
+    ],
 )
 def test_wrong_frees_name_the_page_and_take_nothing(pages, said):
     pool = PagePool(10, 1)

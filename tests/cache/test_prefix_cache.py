@@ -41,7 +41,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool = PagePool(pages, page_size)
         self.cache = PrefixCache(
             self.pool,
-            eviction_policy(policy, pages * page_size),
+            eviction_policy(policy),
             enabled=enabled,
             hold_share=share,
             clock=lambda: self.now,
@@ -150,7 +150,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 30))
     def evict(self, count):
         evictable = self.cache.available_pages - self.pool.free_count
-        assert self.cache.evict(count) == min(count, evictable)  # whatever is held: holds never keep an allocation waiting
+        assert self.cache.evict(count) == min(
+            count, evictable
+        )  # whatever is held: holds never keep an allocation waiting
 
     @rule(salt=st.sampled_from([None, "", "other"]))
     def flush(self, salt):
@@ -213,9 +215,7 @@ TestCacheMachine = CacheMachine.TestCase
 
 def make(pages=64, page_size=1, policy="lru", **options):
     clock = itertools.count()
-    return PrefixCache(
-        PagePool(pages, page_size), eviction_policy(policy, pages * page_size), clock=lambda: float(next(clock)), **options
-    )
+    return PrefixCache(PagePool(pages, page_size), eviction_policy(policy), clock=lambda: float(next(clock)), **options)
 
 
 def run(cache, ids, program=None, namespace=""):

@@ -11,7 +11,9 @@ from agentrt.cache.radix_tree import Match, PrefixKey, RadixTree, pack_ids, unpa
 from agentrt.errors import UserError
 
 IDS = st.lists(st.integers(0, 2), max_size=40)  # few letters: prefixes meet and part often
-ACTION = st.tuples(st.sampled_from(["insert", "insert", "match", "lock", "unlock", "trim"]), IDS, st.sampled_from(["", "b"]))
+ACTION = st.tuples(
+    st.sampled_from(["insert", "insert", "match", "lock", "unlock", "trim"]), IDS, st.sampled_from(["", "b"])
+)
 
 
 class Model:
