@@ -14,6 +14,9 @@ _HOME = {
     "compile": "compiler",
     "GrammarCursor": "cursor",
     "fill_masks": "cursor",
+    "SchemaReport": "check",
+    "check_schema": "check",
+    "compile_ahead": "check",
     "Entry": "ledger",
     "Standing": "ledger",
     "choices_spec": "spec",
@@ -38,6 +41,9 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from agentrt.grammar.check import SchemaReport as SchemaReport
+    from agentrt.grammar.check import check_schema as check_schema
+    from agentrt.grammar.check import compile_ahead as compile_ahead
     from agentrt.grammar.compiler import CompiledGrammar as CompiledGrammar
     from agentrt.grammar.compiler import GrammarCache as GrammarCache
     from agentrt.grammar.compiler import compile as compile

@@ -17,7 +17,8 @@ from typing import Any
 from agentrt.backend import Tokenizer
 from agentrt.config import Limits
 from agentrt.errors import GrammarError
-from agentrt.grammar import regex_fsm, regex_syntax
+from agentrt.grammar import regex_fsm, regex_syntax, schema_regex
+from agentrt.grammar.automaton_store import AutomatonStore
 from agentrt.grammar.composition import Composition, lark_with_schemas, structural_lark, tools_lark
 from agentrt.grammar.cursor import GrammarCursor, Matcher
 from agentrt.grammar.killable import TooManyStatesError
@@ -224,7 +225,33 @@ def _json_schema(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _
         normal = normalize(schema, relaxed=relaxed, formats=formats)
         return _Built([{"json_schema": normal.whole()}], normal.ledger, verify)
 
+    if spec.engine == "fsm":
+        built = _json_automaton(schema, formats, limits)
+        if built is not None:
+            return _fsm(spec, built[0], vocabulary, built[1], verify)
     return _with_llguidance(spec, vocabulary, build)
+
+
+def _json_automaton(schema: Any, formats: bool, limits: Limits) -> tuple[regex_fsm.ByteAutomaton, Ledger] | None:
+    """The automaton of a schema of the regular kind, and its ledger; None where it stays on llguidance."""
+    normal = normalize(schema, formats=formats)
+    try:
+        node = schema_regex.regex_of(normal.schema, normal.definitions)
+        return automaton_of(node, limits), normal.ledger
+    except (schema_regex.NotRegularError, TooManyStatesError):
+        return None
+
+
+def automaton_of(node: regex_syntax.Node, limits: Limits) -> regex_fsm.ByteAutomaton:
+    """The automaton of a pattern, from disk if it was compiled ahead of time.
+
+    Raises:
+        TooManyStatesError: It would be too large.
+        GrammarError: It takes too long to compile.
+    """
+    pattern = regex_syntax.write(node)
+    kept = AutomatonStore().load(pattern)
+    return kept or regex_fsm.byte_automaton(pattern, regex_syntax.size(node), 0.8 * limits.grammar_seconds)
 
 
 def _lark(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
@@ -259,28 +286,26 @@ def _regex(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
     node = regex_syntax.whole(regex_syntax.parse(spec.source))
     if regex_syntax.empty_language(node):
         raise GrammarError(f"nothing can match the pattern {spec.source[:80]!r}", pointer="0")
-    pattern, size = regex_syntax.write(node), regex_syntax.size(node)
-    entry = Entry("", "regex", Standing.ENFORCED)
+    ledger = (Entry("", "regex", Standing.ENFORCED),)
     if spec.engine != "llguidance":
         try:
-            automaton = regex_fsm.byte_automaton(pattern, size, 0.8 * limits.grammar_seconds)
-            return _fsm(spec, automaton, vocabulary, entry)
+            return _fsm(spec, automaton_of(node, limits), vocabulary, ledger, _nothing_to_check)
         except TooManyStatesError:
             if spec.engine == "fsm":
                 raise
-    lark = f"start: TEXT\nTEXT: /{pattern}/"
-    return _with_llguidance(spec, vocabulary, lambda _: _Built([{"lark_grammar": lark}], (entry,), _nothing_to_check))
+    lark = f"start: TEXT\nTEXT: /{regex_syntax.write(node)}/"
+    return _with_llguidance(spec, vocabulary, lambda _: _Built([{"lark_grammar": lark}], ledger, _nothing_to_check))
 
 
 def _choices(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
     choices = json.loads(spec.source)
     automaton = regex_fsm.automaton_of_choices([choice.encode() for choice in choices])
-    return _fsm(spec, automaton, vocabulary, Entry("", "choices", Standing.ENFORCED))
+    return _fsm(spec, automaton, vocabulary, (Entry("", "choices", Standing.ENFORCED),), _nothing_to_check)
 
 
-def _fsm(spec: GrammarSpec, automaton: regex_fsm.ByteAutomaton, vocabulary: Vocabulary, entry: Entry) -> _Parts:
+def _fsm(spec: GrammarSpec, automaton: regex_fsm.ByteAutomaton, vocabulary: Vocabulary, ledger: Ledger, verify: Verdict) -> _Parts:
     fsm, plain = regex_fsm.TokenFsm(automaton, vocabulary), spec.jump_forward == "exact_masked"
-    return _Parts((entry,), "fsm", lambda: regex_fsm.FsmMatcher(fsm, plain), _nothing_to_check, fsm.nbytes)
+    return _Parts(ledger, "fsm", lambda: regex_fsm.FsmMatcher(fsm, plain), verify, fsm.nbytes)
 
 
 _KINDS: dict[str, _Kind] = {

@@ -45,9 +45,7 @@ class ByteAutomaton:
     def __init__(self, table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int) -> None:
         """`table` is int32 [states, 256]."""
         full, self.accepting, self.start = _trimmed(table, accepting, start)
-        unique, columns = np.unique(full, axis=1, return_inverse=True)
-        self.table: NDArray[np.int32] = np.ascontiguousarray(unique)
-        self.columns: NDArray[np.uint8] = columns.reshape(-1).astype(np.uint8)
+        self.table, self.columns = _shared_columns(full)
         ways = full >= 0
         only = np.where((ways.sum(axis=1) == 1) & ~self.accepting, ways.argmax(axis=1), -1)
         self.forced_byte: NDArray[np.int16] = only.astype(np.int16)
@@ -76,6 +74,15 @@ class ByteAutomaton:
         return len(self.accepting)
 
 
+def _shared_columns(full: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """The distinct columns of a table, and for each byte which of them is its own."""
+    by_content: dict[bytes, int] = {}
+    turned = np.ascontiguousarray(full.T)
+    columns = np.array([by_content.setdefault(column.tobytes(), len(by_content)) for column in turned], dtype=np.uint8)
+    first = [int(np.argmax(columns == i)) for i in range(len(by_content))]
+    return np.ascontiguousarray(full[:, first]), columns
+
+
 def _trimmed(
     table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], int]:
@@ -89,13 +96,13 @@ def _trimmed(
 def _reaching(table: NDArray[np.int32], accepting: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """bool [states]: those with a way to an accepting state (a search backwards over the distinct moves)."""
     sources, bytes_ = np.nonzero(table >= 0)
-    moves = np.unique(np.stack([table[sources, bytes_], sources.astype(np.int32)]), axis=1)
-    starts = np.searchsorted(moves[0], np.arange(len(table) + 1))
+    moves = np.unique(table[sources, bytes_].astype(np.int64) * len(table) + sources)
+    starts = np.searchsorted(moves // len(table), np.arange(len(table) + 1))
     alive = accepting.copy()
     stack = np.flatnonzero(alive).tolist()
     while stack:
         state = stack.pop()
-        for source in moves[1, starts[state] : starts[state + 1]].tolist():
+        for source in (moves[starts[state] : starts[state + 1]] % len(table)).tolist():
             if not alive[source]:
                 alive[source] = True
                 stack.append(source)
@@ -160,7 +167,6 @@ class TokenFsm:
         self._eos = vocabulary.mask_of(vocabulary.eos_ids)
         self._kept_masks = MASK_BYTES // (4 * vocabulary.words)
         self._lock = threading.Lock()
-        self._nonempty = np.flatnonzero(vocabulary.lengths > 0)
 
     def mask(self, state: int) -> NDArray[np.int32]:
         """int32 [words]: tokens whose bytes stay inside the automaton, and the end tokens if `state` accepts."""
@@ -174,7 +180,9 @@ class TokenFsm:
 
     def _computed(self, state: int) -> NDArray[np.int32]:
         vocabulary, table, columns = self.vocabulary, self.automaton.table, self.automaton.columns
-        ids, states, depth = self._nonempty, np.full(len(self._nonempty), state, dtype=np.int32), 0
+        ways = np.flatnonzero(table[state, columns] >= 0)
+        ids = np.concatenate([vocabulary.by_first_byte[byte] for byte in ways]) if len(ways) else np.empty(0, np.int64)
+        states, depth = np.full(len(ids), state, dtype=np.int32), 0
         bits = np.zeros(vocabulary.words * 32, dtype=np.uint8)
         while len(ids):
             states = table[states, columns[vocabulary.flat[vocabulary.starts[ids] + depth]]]

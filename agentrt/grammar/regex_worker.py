@@ -36,7 +36,7 @@ def byte_table(pattern: str, max_states: int) -> Table:
         TooManyStatesError: There are more than `max_states`.
         ValueError: outlines-core refuses the pattern.
     """
-    index = outlines_core.Index(pattern + SENTINEL, _BYTES)
+    index = outlines_core.Index(f"(?:{pattern}){SENTINEL}", _BYTES)
     transitions = index.get_transitions()
     finals = set(index.get_final_states())
     states = {index.get_initial_state()} | finals | set(transitions)

@@ -104,6 +104,15 @@ class Vocabulary:
         return tails
 
     @cached_property
+    def by_first_byte(self) -> list[NDArray[np.int64]]:
+        """For each byte, the ids of the tokens that begin with it."""
+        ids = np.flatnonzero(self.lengths > 0)
+        first = self.flat[self.starts[ids]]
+        order = np.argsort(first, kind="stable")
+        edges = np.searchsorted(first[order], np.arange(257))
+        return [ids[order[edges[byte] : edges[byte + 1]]] for byte in range(256)]
+
+    @cached_property
     def max_length(self) -> int:
         """Bytes of the longest token."""
         return int(self.lengths.max(initial=1))

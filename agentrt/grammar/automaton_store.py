@@ -1,0 +1,72 @@
+"""Byte automata on disk: what was compiled ahead of time, found again by content. Bounded; the longest unused go first.
+
+An automaton over bytes belongs to no tokenizer, so one file serves every model. A file that cannot be read counts as
+absent, and is written anew; nothing in it is executed. Whether a grammar is found here changes only how long it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+
+from agentrt.grammar.regex_fsm import ByteAutomaton
+
+#: Bytes that the folder may hold.
+MAX_BYTES = 256_000_000
+_FORM = "1"  #: changes when what is stored means something else
+
+
+def default_folder() -> Path:
+    """The folder "grammars" of agentrt's cache, which `AGENTRT_HOME` moves."""
+    home = os.environ.get("AGENTRT_HOME")
+    return (Path(home).expanduser() if home else Path(platformdirs.user_cache_dir("agentrt", appauthor=False))) / "grammars"
+
+
+class AutomatonStore:
+    """A folder of automata, each named by the digest of its pattern."""
+
+    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+        self._folder = folder or default_folder()
+        self._max_bytes = max_bytes
+
+    def path_of(self, pattern: str) -> Path:
+        """The file of a pattern's automaton, there or not."""
+        digest = hashlib.sha256(f"{_FORM}:{pattern}".encode()).hexdigest()
+        return self._folder / f"{digest[:40]}.npz"
+
+    def load(self, pattern: str) -> ByteAutomaton | None:
+        """The automaton, if it is there and whole."""
+        path = self.path_of(pattern)
+        try:
+            with np.load(path, allow_pickle=False) as kept:
+                table, accepting, start = kept["table"], kept["accepting"], int(kept["start"])
+            os.utime(path)
+            return ByteAutomaton(table, accepting, start)
+        except (OSError, ValueError, KeyError, EOFError, IndexError):
+            return None
+
+    def save(self, pattern: str, automaton: ByteAutomaton) -> Path:
+        """Keeps the automaton, and drops the longest unused ones beyond the bound."""
+        path = self.path_of(pattern)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        full = automaton.table[:, automaton.columns]
+        with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part", delete=False) as file:
+            np.savez_compressed(file, table=full, accepting=automaton.accepting, start=automaton.start)
+        os.replace(file.name, path)
+        self._shrink(path)
+        return path
+
+    def _shrink(self, newest: Path) -> None:
+        files = sorted(self._folder.glob("*.npz"), key=lambda path: path.stat().st_mtime)
+        total = sum(path.stat().st_size for path in files)
+        for path in files:
+            if total <= self._max_bytes:
+                return
+            if path != newest:
+                total -= path.stat().st_size
+                path.unlink(missing_ok=True)
