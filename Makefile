@@ -26,7 +26,7 @@ proof: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/python tests/strict_rooms.py | xargs $(BIN)/mypy --strict
+	$(BIN)/python .ci/strict_rooms.py | xargs $(BIN)/mypy --strict
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/prefix_reuse.py
