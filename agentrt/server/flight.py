@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
 
-from agentrt.backend import Backend
+from agentrt.backend import Sink
 from agentrt.errors import QueueFullError
 from agentrt.request import Request, TokenDelta, Usage
+
+
+class Runway(Protocol):
+    """Where requests are submitted: a backend, or what stands before one."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """As `Backend.submit`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """As `Backend.abort`."""
+        ...
 
 
 class Flight:
     """The requests of one call, in the order of their answers."""
 
-    def __init__(self, backend: Backend, requests: Sequence[Request], *, endpoint: str, call_id: str) -> None:
+    def __init__(self, backend: Runway, requests: Sequence[Request], *, endpoint: str, call_id: str) -> None:
         """Makes a flight that has not begun.
 
         Args:
@@ -38,13 +49,17 @@ class Flight:
         self.generated_tokens = 0
         self.forced_tokens = 0
         self.cached_tokens: int | None = None
-        self.usages: list[Usage] = []
-        self.outcome = ""
+        self._usages: dict[str, Usage] = {}
         self._backend = backend
         self._loop = asyncio.get_running_loop()
         self._deltas: asyncio.Queue[tuple[int, TokenDelta]] = asyncio.Queue()
         self._peeked: list[tuple[int, TokenDelta]] = []
         self._pending: dict[str, int] = {}
+
+    @property
+    def usages(self) -> list[Usage]:
+        """What those requests cost that ended well, in order."""
+        return [self._usages[request.request_id] for request in self.requests if request.request_id in self._usages]
 
     @property
     def over(self) -> bool:
@@ -71,7 +86,7 @@ class Flight:
             self.abort()
             raise
 
-    def _sink_of(self, first: int) -> Any:
+    def _sink_of(self, first: int) -> Sink:
         loop, put = self._loop, self._deltas.put_nowait
 
         def sink(delta: TokenDelta) -> None:
@@ -119,7 +134,7 @@ class Flight:
         if delta.last:
             self._pending.pop(delta.request_id, None)
         if delta.usage is not None:
-            self.usages.append(delta.usage)
+            self._usages[delta.request_id] = delta.usage
             self.cached_tokens = (self.cached_tokens or 0) + delta.usage.cached_tokens
 
     def abort(self) -> None:
@@ -128,54 +143,53 @@ class Flight:
             self._backend.abort(request_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    running: int
-    requests: int
-
-
 class FlightTable:
-    """The flights that are under way, with a bound on how many requests they may have together."""
+    """The flights that are under way, with a bound on how many of them may wait."""
 
-    def __init__(self, max_requests: int) -> None:
-        """Makes an empty table for at most `max_requests` requests, all flights together."""
-        self._max_requests = max_requests
+    def __init__(self, max_waiting: int) -> None:
+        """Makes an empty table; `max_waiting` requests may be without their first token, all flights together."""
+        self._max_waiting = max_waiting
         self._flights: dict[str, Flight] = {}
-        self._requests = 0
         self.accepting = True
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Flight]:
         return iter(list(self._flights.values()))
 
     def __len__(self) -> int:
         return len(self._flights)
 
     @property
-    def requests(self) -> int:
-        """Requests under way, all flights together."""
-        return self._requests
+    def waiting(self) -> int:
+        """Requests that have no token yet."""
+        return sum(len(flight.requests) for flight in self._flights.values() if flight.first_token is None)
 
     def add(self, flight: Flight) -> None:
         """Takes a flight.
 
         Raises:
-            QueueFullError: There are too many, or the server is about to end.
+            QueueFullError: Too many wait, or the server is about to end.
+        """
+        self.check_room(len(flight.requests))
+        self._flights[flight.call_id] = flight
+        self._empty.clear()
+
+    def check_room(self, requests: int = 1) -> None:
+        """Refuses what there is no room for, before any work goes into it.
+
+        Raises:
+            QueueFullError: As `add`.
         """
         if not self.accepting:
             raise QueueFullError("the server is shutting down", retry_after=5.0)
-        count = sum(request.sampling.n for request in flight.requests)
-        if self._requests + count > self._max_requests and self._requests:
-            raise QueueFullError(f"{self._requests} requests are under way and {count} more were asked for; at most {self._max_requests} are taken")
-        self._flights[flight.call_id] = flight
-        self._requests += count
-        self._empty.clear()
+        waiting = self.waiting
+        if waiting and waiting + requests > self._max_waiting:
+            raise QueueFullError(f"{waiting} requests wait for their first token; at most {self._max_waiting} may; try again later")
 
     def remove(self, flight: Flight) -> None:
         """Forgets a flight that is over or was aborted."""
-        if self._flights.pop(flight.call_id, None) is not None:
-            self._requests -= sum(request.sampling.n for request in flight.requests)
+        self._flights.pop(flight.call_id, None)
         if not self._flights:
             self._empty.set()
 

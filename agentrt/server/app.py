@@ -1,0 +1,152 @@
+"""The application: routes put together, errors told, and what begins and ends with it. No logic, no globals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from agentrt import __version__
+from agentrt.backend import Backend
+from agentrt.config import ServerConfig
+from agentrt.errors import AgentrtError, EngineError, UserError
+from agentrt.request import SamplingParams
+from agentrt.server.gate import Gate
+from agentrt.server.native_routes import native_routes
+from agentrt.server.openai_routes import openai_routes
+from agentrt.server.presence import ClientGoneError
+from agentrt.server.refusals import Refusal, Refused, refusal_of
+from agentrt.server.service import Service, json_response
+
+_log = logging.getLogger("agentrt.server")
+
+#: Seconds between two questions to the engine whether it is alive.
+PULSE_SECONDS = 1.0
+
+
+class StrictJsonRequest(Request):
+    """A request whose body is JSON as the standard has it: no NaN, no lone surrogates, no bottomless nesting."""
+
+    async def json(self) -> Any:
+        """The body."""
+        if not hasattr(self, "_json"):
+            try:
+                self._json = orjson.loads(await self.body())
+            except orjson.JSONDecodeError as error:
+                raise json.JSONDecodeError(error.msg, error.doc if isinstance(error.doc, str) else "", error.pos) from error
+        return self._json
+
+
+class StrictJsonRoute(APIRoute):
+    """A route that reads its body so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with the request exchanged."""
+        handler = super().get_route_handler()
+
+        async def handle(http: Request) -> Response:
+            return await handler(StrictJsonRequest(http.scope, http.receive))
+
+        return handle
+
+
+def create_app(
+    backend: Backend,
+    config: ServerConfig | None = None,
+    *,
+    sampling: SamplingParams | None = None,
+    on_engine_death: Callable[[EngineError], None] | None = None,
+) -> FastAPI:
+    """Makes the application that serves `backend`.
+
+    Args:
+        backend: What is served; it is not closed here.
+        config: How.
+        sampling: What holds where a client says nothing, such as the model's own recommendation.
+        on_engine_death: Called once, from any thread, when the engine turns out to be down.
+
+    Raises:
+        UserError: The config does not fit.
+    """
+    config = config or ServerConfig()
+    service = Service(backend, config, sampling)
+
+    def on_death(error: EngineError) -> None:
+        _log.error("the engine is down: %s", error)
+        if on_engine_death is not None:
+            on_engine_death(error)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(service.pulse.watch(PULSE_SECONDS, on_death))
+        yield
+        watching.cancel()
+
+    app = FastAPI(title="agentrt", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, max_body_size=config.body_bytes)
+    app.state.service = service
+    for routes in (openai_routes, native_routes):
+        app.include_router(routes(service, APIRouter(route_class=StrictJsonRoute)))
+    _tell_errors(app, service, on_death)
+    app.add_middleware(Gate, api_key=config.api_key, header_bytes=config.header_bytes)
+    return app
+
+
+def _tell_errors(app: FastAPI, service: Service, on_death: Callable[[EngineError], None]) -> None:
+    def told(http: Request, refusal: Refusal) -> Response:
+        body = refusal.anthropic() if http.url.path.startswith("/v1/messages") else refusal.openai()
+        return json_response(body, refusal.status, refusal.headers)
+
+    @app.exception_handler(Refused)
+    @app.exception_handler(AgentrtError)
+    async def known(http: Request, error: Exception) -> Response:
+        if isinstance(error, EngineError):
+            service.pulse.note_death(error, on_death)
+        return told(http, refusal_of(error))
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(http: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(http: Request, error: RequestValidationError) -> Response:
+        return told(http, _malformed(error))
+
+    @app.exception_handler(HTTPException)
+    async def plain(http: Request, error: HTTPException) -> Response:
+        message = error.detail if error.status_code != 404 else f"there is nothing at {http.method} {http.url.path}"
+        return told(http, Refusal(error.status_code, str(message), code="not_found" if error.status_code == 404 else None))
+
+    @app.exception_handler(Exception)
+    async def unknown(http: Request, error: Exception) -> Response:
+        number = secrets.token_hex(4)
+        _log.error("error %s in %s %s", number, http.method, http.url.path, exc_info=error)
+        return told(http, Refusal(500, f"something went wrong inside; the server's log has it as {number}", "server_error", code="internal"))
+
+
+def _malformed(error: RequestValidationError) -> Refusal:
+    """The first thing that is wrong with a body, under the name that the client knows."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):
+        return refusal_of(cause)
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return Refusal(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")
+    value = _shown(first.get("input"))
+    return Refusal(400, f"{'.'.join(place) or 'the body'}: {first['msg']} (got {value})", param=".".join(place) or None, code="invalid_value")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

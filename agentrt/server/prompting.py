@@ -1,0 +1,187 @@
+"""From an ask to requests: the chat rendered and tokenised, remembered turns put in, and the constraint made.
+
+Runs off the event loop, since a long chat takes a while. Nothing is started here; what is wrong is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from agentrt.backend import Backend
+from agentrt.config import ServerConfig
+from agentrt.errors import PromptError, UserError
+from agentrt.request import GrammarSpec, ProgramTag, Request, SamplingParams
+from agentrt.server.answers import SampleAnswer
+from agentrt.server.asks import CallOptions, ChatAsk, Constraint
+from agentrt.server.model_habits import ModelHabits
+from agentrt.server.thinking import ThinkingSplitter
+from agentrt.server.turns import TurnMemory
+from agentrt.text.tool_format import Choice
+
+#: Names that tool_choice uses for itself.
+_CHOICE_WORDS = ("auto", "none", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is ready to be submitted.
+
+    Attributes:
+        requests: In the order of their answers.
+        answers: One empty answer a sample.
+        inside_thinking: The prompt has already opened the model's thinking.
+        thinks_first: The constraint is on what follows the thinking, so that the thinking must be generated before.
+        thinking_budget: Most tokens of that thinking.
+    """
+
+    requests: tuple[Request, ...]
+    answers: list[SampleAnswer]
+    inside_thinking: bool = False
+    thinks_first: bool = False
+    thinking_budget: int | None = None
+
+
+class Prompter:
+    """Prepares asks for one backend."""
+
+    def __init__(self, backend: Backend, config: ServerConfig, habits: ModelHabits, turns: TurnMemory, defaults: SamplingParams) -> None:
+        """Makes a prompter.
+
+        Args:
+            backend: Whose tokenizer and limits count.
+            config: Bounds.
+            habits: How the model writes.
+            turns: Answers to be recognised.
+            defaults: What holds where a client says nothing: as the model's makers recommend.
+        """
+        self._backend = backend
+        self._config = config
+        self._habits = habits
+        self._turns = turns
+        plain = SamplingParams()
+        values = {f.name: getattr(defaults, f.name) for f in fields(defaults)}
+        self._defaults = {name: value for name, value in values.items() if value != getattr(plain, name)}
+
+    def chat(self, ask: ChatAsk) -> Prepared:
+        """Prepares a chat.
+
+        Raises:
+            UserError: Something is wrong with it.
+        """
+        self._check(ask)
+        ids = self._chat_ids(ask)
+        calls = ask.functions and ask.tool_choice != "none"
+        sampling = self._sampling(ask, ids, self._tools_grammar(ask) if calls else None)
+        inside = self._inside_thinking(ids)
+        request = Request(prompt_ids=tuple(ids), sampling=sampling, **_request_options(ask.options))
+        answers = [self._answer(ask, inside=inside) for _ in range(sampling.n)]
+        constrained = sampling.grammar is not None or any(getattr(sampling, key) is not None for key in ("json_schema", "regex", "choices", "ebnf"))
+        thinking = self._habits.thinking is not None and not ask.continue_last and (inside or self._may_think(ask, ids))
+        first = thinking and (constrained or ask.thinking_budget is not None)
+        return Prepared((request,), answers, inside, first, ask.thinking_budget)
+
+    def _answer(self, ask: ChatAsk, *, inside: bool) -> SampleAnswer:
+        marks = self._habits.thinking
+        reader = self._habits.calls.reader(ask.functions) if ask.functions and ask.tool_choice != "none" else None
+        return SampleAnswer(reader=reader, thinking=None if marks is None else ThinkingSplitter(marks, inside=inside))
+
+    def _check(self, ask: ChatAsk) -> None:
+        _at_most("messages", len(ask.messages), self._config.messages, "messages")
+        _at_most("tools", len(ask.functions), self._config.tools, "tools")
+        _at_most("n", ask.sampling.get("n", 1), self._config.n, "samples")
+        reserved = next((f["name"] for f in ask.functions if f["name"] in _CHOICE_WORDS), None)
+        if reserved is not None:
+            raise UserError(f"a tool may not be named {reserved!r}, a word of tool_choice", param="tools")
+        if ask.constraint is not None and ask.constraint.key != "json_schema" and ask.functions and ask.tool_choice != "none":
+            raise UserError(f"tools go together with a JSON schema, not with {ask.constraint.field}", param=ask.constraint.field)
+
+    def _chat_ids(self, ask: ChatAsk) -> list[int]:
+        messages, prefill = list(ask.messages), ""
+        if ask.continue_last:
+            prefill = _last_text(messages)
+            messages = messages[:-1]
+        tools = [{"type": "function", "function": dict(function)} for function in ask.functions] or None
+        ids = self._backend.tokenizer.encode_chat(messages, tools=tools, **ask.template)
+        return self._turns.recall([*ids, *self._backend.tokenizer.encode(prefill)] if prefill else ids)
+
+    def _tools_grammar(self, ask: ChatAsk) -> GrammarSpec:
+        schema = None if ask.constraint is None or ask.tool_choice != "auto" else _schema_text(ask.constraint)
+        choice = Choice(ask.tool_choice, ask.parallel, schema, ask.strict)
+        return self._habits.calls.grammar(ask.functions, choice)
+
+    def _sampling(self, ask: ChatAsk, ids: Sequence[int], grammar: GrammarSpec | None) -> SamplingParams:
+        values: dict[str, Any] = self._defaults | dict(ask.sampling)
+        if ask.clamp and values.get("max_tokens") is not None:
+            room = self._backend.capabilities.max_context - len(ids)
+            values["max_tokens"] = max(1, min(values["max_tokens"], room))
+        if grammar is not None:
+            return SamplingParams(**values, grammar=grammar, strict=ask.strict)
+        return SamplingParams(**values, **_constraint_fields(ask.constraint), strict=ask.strict)
+
+    def _inside_thinking(self, ids: Sequence[int]) -> bool:
+        marks = self._habits.thinking
+        if marks is None:
+            return False
+        tail = self._backend.tokenizer.decode(ids[-16:], skip_special=False)
+        return tail.rfind(marks.open) > tail.rfind(marks.close)
+
+    def _may_think(self, ask: ChatAsk, ids: Sequence[int]) -> bool:
+        """Whether the model may open its thinking itself: the prompt has not closed it, and nobody turned it off."""
+        marks = self._habits.thinking
+        tail = self._backend.tokenizer.decode(ids[-16:], skip_special=False)
+        return marks is not None and not tail.rstrip().endswith(marks.close) and ask.template.get("enable_thinking") is not False
+
+    def texts(self, prompts: Sequence[str | Sequence[int]], sampling: Mapping[str, Any], constraint: Constraint | None, options: CallOptions) -> Prepared:
+        """Prepares text completions.
+
+        Raises:
+            UserError: Something is wrong with them.
+        """
+        params = SamplingParams(**(self._defaults | dict(sampling)), **_constraint_fields(constraint))
+        _at_most("prompt", len(prompts) * params.n, self._config.n, "samples in all")
+        ids = [self._prompt_ids(prompt) for prompt in prompts]
+        requests = tuple(Request(prompt_ids=each, sampling=params, **_request_options(options)) for each in ids)
+        return Prepared(requests, [SampleAnswer() for _ in range(len(requests) * params.n)])
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        ids = self._backend.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token", param="prompt")
+        return tuple(ids)
+
+
+def _request_options(options: CallOptions) -> dict[str, Any]:
+    program = None if options.program is None else ProgramTag(options.program)
+    return {"cache_salt": options.cache_salt, "priority": options.priority, "program": program}
+
+
+def _constraint_fields(constraint: Constraint | None) -> dict[str, Any]:
+    if constraint is None:
+        return {}
+    if constraint.key == "json_schema":
+        return {"json_schema": _schema_text(constraint)}
+    return {constraint.key: constraint.value}
+
+
+def _schema_text(constraint: Constraint) -> str:
+    """The schema as text; text that a client sent is taken as it is, and refused later if it is no schema."""
+    value = constraint.value
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if last.get("role") != "assistant" or len(messages) < 2:
+        raise UserError("continue_final_message needs a last message of the assistant's, after another one", param="messages")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+def _at_most(param: str, value: Any, limit: int, unit: str) -> None:
+    if isinstance(value, int) and value > limit:
+        raise UserError(f"{param} has {value} {unit}; at most {limit} are allowed", param=param)
