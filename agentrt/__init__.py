@@ -60,6 +60,20 @@ _HOME: dict[str, str] = {
     "State": "agentrt.lang.state",
     "AsyncState": "agentrt.lang.state",
     "Recording": "agentrt.lang.recording",
+    "agent_loop": "agentrt.lang.agent",
+    "tool_call": "agentrt.lang.agent",
+    "AgentEvent": "agentrt.lang.agent",
+    "StepsError": "agentrt.lang.agent",
+    "tool": "agentrt.lang.tools",
+    "Tool": "agentrt.lang.tools",
+    "Call": "agentrt.lang.tools",
+    "ToolRetry": "agentrt.lang.tools",
+    "ToolError": "agentrt.lang.tools",
+    "ToolContext": "agentrt.lang.tools",
+    "mcp_tools": "agentrt.lang.tools",
+    "CutValueError": "agentrt.lang.values",
+    "InvalidValueError": "agentrt.lang.values",
+    "BudgetError": "agentrt.lang.run",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
@@ -99,6 +113,10 @@ if TYPE_CHECKING:
     from agentrt.errors import RequestError as RequestError
     from agentrt.errors import TooLongError as TooLongError
     from agentrt.errors import UserError as UserError
+    from agentrt.lang.agent import AgentEvent as AgentEvent
+    from agentrt.lang.agent import StepsError as StepsError
+    from agentrt.lang.agent import agent_loop as agent_loop
+    from agentrt.lang.agent import tool_call as tool_call
     from agentrt.lang.expressions import assistant as assistant
     from agentrt.lang.expressions import assistant_begin as assistant_begin
     from agentrt.lang.expressions import assistant_end as assistant_end
@@ -118,8 +136,18 @@ if TYPE_CHECKING:
     from agentrt.lang.expressions import video as video
     from agentrt.lang.program import function as function
     from agentrt.lang.recording import Recording as Recording
+    from agentrt.lang.run import BudgetError as BudgetError
     from agentrt.lang.state import AsyncState as AsyncState
     from agentrt.lang.state import State as State
+    from agentrt.lang.tools import Call as Call
+    from agentrt.lang.tools import Tool as Tool
+    from agentrt.lang.tools import ToolContext as ToolContext
+    from agentrt.lang.tools import ToolError as ToolError
+    from agentrt.lang.tools import ToolRetry as ToolRetry
+    from agentrt.lang.tools import mcp_tools as mcp_tools
+    from agentrt.lang.tools import tool as tool
+    from agentrt.lang.values import CutValueError as CutValueError
+    from agentrt.lang.values import InvalidValueError as InvalidValueError
     from agentrt.request import Completion as Completion
     from agentrt.request import FinishReason as FinishReason
     from agentrt.request import GrammarSpec as GrammarSpec

@@ -522,7 +522,7 @@ def _earliest_stop(searched: tuple[str, int], sampling: SamplingParams) -> tuple
     found = [(text.find(stop, start), stop) for stop in sampling.stop]
     matches = [(place, place + len(stop), stop) for place, stop in found if place >= 0]
     if sampling.stop_regex:
-        import regex  # type: ignore[import-untyped]
+        import regex
 
         for pattern in sampling.stop_regex:
             match = regex.search(pattern, text, pos=start)
@@ -535,18 +535,20 @@ def _violation(text: str, sampling: SamplingParams) -> str:
     """What is wrong with a finished answer, or ""."""
     if sampling.choices is not None and text not in sampling.choices:
         return f"it is none of {list(sampling.choices)}"
-    if sampling.regex is not None:
+    spec = sampling.grammar
+    pattern = spec.source if spec is not None and spec.kind == "regex" else sampling.regex
+    if pattern is not None:
         import regex
 
-        if regex.fullmatch(sampling.regex, text) is None:
-            return f"it does not match {sampling.regex!r}"
+        if regex.fullmatch(pattern, text) is None:
+            return f"it does not match {pattern!r}"
     if sampling.json_schema is not None:
         return _schema_violation(text, sampling.json_schema)
     return ""
 
 
 def _schema_violation(text: str, schema: Any) -> str:
-    import jsonschema  # type: ignore[import-untyped]
+    import jsonschema
 
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()

@@ -177,6 +177,8 @@ class Branch:
         self.feed = Feed()
         self.messages: list[Message] = []
         self.scopes: list[tuple[Variable, int]] = []
+        self.roles = run.roles
+        self.offered: tuple[str, ...] | None = None  # names of the tools that the model has been told of
         self.known_ids = 0  # leading ids that an earlier request of this program has computed
         self.fork_text = 0  # pieces of the feed that came from the parent
         self.error: BaseException | None = None
@@ -404,7 +406,7 @@ class Branch:
             raise UserError(
                 f"a {role!r} message begins inside a {self.messages[-1].role!r} message; end that one first"
             )
-        pieces = self.run.roles.pieces([message.role for message in self.messages], role)
+        pieces = self.roles.pieces([message.role for message in self.messages], role)
         for piece in pieces.prefix:
             self.write(piece)
         self.messages.append(Message(role, len(self.feed.pieces), trims=pieces.trims, suffix=pieces.suffix))
@@ -424,6 +426,41 @@ class Branch:
         if message.trims and message.end > message.begin and pending and isinstance(pending[-1], str):
             pending[-1] = pending[-1].rstrip()
         for piece in message.suffix:
+            self.write(piece)
+
+    def rewrite_messages(self) -> None:
+        """Writes the messages anew, as `roles` has them; only while nothing has been fed."""
+        self.transcript.pending.clear()
+        history: list[str] = []
+        for message in self.messages:
+            pieces = self.roles.pieces(history, message.role)
+            history.append(message.role)
+            message.suffix, message.trims = pieces.suffix, pieces.trims
+            content = message.content(self.feed.pieces)
+            ending = pieces.suffix if message.end is not None else ()
+            for piece in (*pieces.prefix, content.strip() if pieces.trims else content, *ending):
+                self.transcript.write(piece)
+
+    def write_results(self, texts: list[str]) -> None:
+        """Appends the results of tool calls, in the chat template's own form, or in words if it has none."""
+        history = [message.role for message in self.messages]
+        try:
+            around = self.roles.results(history, len(texts))
+        except PromptError:
+            self.run.warn_once(
+                "results", "this model's chat template has no place for tool results; they come as a user's message"
+            )
+            self.begin_message("user")
+            self.write("\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts))
+            self.end_message("user")
+            return
+        for before, text in zip(around, texts, strict=False):
+            for piece in before:
+                self.write(piece)
+            begin = len(self.feed.pieces)
+            self.write(text)
+            self.messages.append(Message("tool", begin, len(self.feed.pieces)))
+        for piece in around[-1]:
             self.write(piece)
 
     def prompt(self, *, heal: bool = False) -> tuple[tuple[int, ...], bytes]:
@@ -514,6 +551,7 @@ class Branch:
         """Begins where `parent` stands, whose text so far is `text`."""
         self.transcript = parent.transcript.copy()
         self.known_ids = parent.known_ids
+        self.roles, self.offered = parent.roles, parent.offered
         self.feed.push(text)
         self.fork_text = len(self.feed.pieces)
         self.messages = [message.inherited(parent.feed.pieces, self.fork_text) for message in parent.messages]
@@ -523,6 +561,11 @@ class Branch:
                 return
             self._busy = True
         self._drive()
+
+    @property
+    def item(self) -> Item | None:
+        """The node that is running, or waits in the middle of its run."""
+        return self._item
 
     @property
     def in_chat(self) -> bool:
@@ -636,12 +679,7 @@ def _join(branch: Branch, item: Item) -> Step:
             branch.write("".join(child.feed.pieces[child.fork_text :]))
 
 
-def _tool_step(branch: Branch, item: Item) -> Step:
-    from agentrt.lang import agent
-
-    return agent.loop(branch, item) if isinstance(item.node, ir.AgentLoop) else agent.call_once(branch, item)
-
-
+from agentrt.lang.agent import call_once, loop  # noqa: E402
 from agentrt.lang.generate import generate  # noqa: E402  (the steps that ask the model need the classes above)
 from agentrt.lang.scoring import select_best  # noqa: E402
 
@@ -656,8 +694,8 @@ _STEPS: dict[type, Callable[[Branch, Item], Step | None]] = {
     ir.ScopeBegin: _scope_begin,
     ir.ScopeEnd: _scope_end,
     ir.Media: _media,
-    ir.ToolCall: _tool_step,
-    ir.AgentLoop: _tool_step,
+    ir.ToolCall: call_once,
+    ir.AgentLoop: loop,
     Look: _look,
     ForkPoint: _fork,
     JoinPoint: _join,

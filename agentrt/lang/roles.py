@@ -13,15 +13,17 @@ rendering would be. Nothing here is per program: pieces are remembered per token
 
 from __future__ import annotations
 
+import json
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrt.backend import Tokenizer
 from agentrt.errors import AgentrtError, PromptError
 from agentrt.lang.transcript import Piece
+from agentrt.text.tool_format import CallFormat, guess_format
 
 Unit = str | int  #: one character, or the id of a control token
 
@@ -46,8 +48,11 @@ class RolePieces:
 class ChatRoles:
     """The role pieces of one tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._tokenizer = weakref.ref(tokenizer)
+        self._tools = tools
+        self._offering: dict[str, ChatRoles] = {}
+        self._format: CallFormat | None = None
         self._known: dict[tuple[str, ...], RolePieces] = {}
         self._without_template = False
 
@@ -64,6 +69,54 @@ class ChatRoles:
                 self._known.clear()
             found = self._known[roles] = self._derive(roles)
         return found
+
+    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> ChatRoles:
+        """The same template, telling the model of these tools (in OpenAI's form)."""
+        key = json.dumps(schemas, ensure_ascii=False, sort_keys=True)
+        if key not in self._offering:
+            if len(self._offering) >= 64:
+                self._offering.clear()
+            tokenizer = self._tokenizer()
+            assert tokenizer is not None, "asked through the tokenizer"
+            self._offering[key] = ChatRoles(tokenizer, schemas)
+        return self._offering[key]
+
+    def call_format(self) -> CallFormat:
+        """The way of writing calls that the template shows for a turn that calls; Hermes' if it shows none."""
+        if self._format is None:
+            tokenizer = self._tokenizer()
+            assert tokenizer is not None, "asked through the tokenizer"
+            call = {"type": "function", "id": "call00000", "function": {"name": "probe", "arguments": {"key": "value"}}}
+            turns: list[dict[str, Any]] = [
+                {"role": "user", "content": "probe"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+            try:
+                shown = tokenizer.decode(tokenizer.encode_chat(turns, add_generation_prompt=False), skip_special=False)
+            except (PromptError, LookupError, NotImplementedError):
+                shown = ""
+            self._format = guess_format(shown)
+        return self._format
+
+    def results(self, history: Sequence[str], count: int) -> list[tuple[Piece, ...]]:
+        """The pieces around the results of `count` calls after messages of the roles in `history`: before, between, and after.
+
+        Templates join neighbouring results in ways of their own, so they are derived together.
+
+        Raises:
+            PromptError: The template has no place for them.
+        """
+        roles = (*history, *("tool",) * count)
+        rest = self._render(roles)
+        begun = self._render(tuple(history))
+        if rest[: len(begun)] != begun:
+            raise PromptError("the chat template renders earlier messages differently when results follow")
+        rest = rest[len(begun) :]
+        pieces: list[tuple[Piece, ...]] = []
+        for place in range(len(history), len(roles)):
+            before, rest, _ = _around(rest, place, roles)
+            pieces.append(_grouped(before))
+        return [*pieces, _grouped(rest)]
 
     def _derive(self, roles: tuple[str, ...]) -> RolePieces:
         if self._without_template:
@@ -123,7 +176,7 @@ class ChatRoles:
         tokenizer = self._tokenizer()
         assert tokenizer is not None, "asked through the tokenizer"
         messages = [{"role": role, "content": _sentinel(place, role)} for place, role in enumerate(roles)]
-        return _units(tokenizer, tokenizer.encode_chat(messages, add_generation_prompt=generate))
+        return _units(tokenizer, tokenizer.encode_chat(messages, tools=self._tools, add_generation_prompt=generate))
 
 
 def _sentinel(place: int, role: str) -> str:

@@ -7,18 +7,20 @@ own error.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self
 
 from agentrt.errors import UserError
 from agentrt.lang import expressions, ir
+from agentrt.lang.agent import Turns
 from agentrt.lang.forks import AsyncForks, Forks, fork_budget
 from agentrt.lang.interpreter import Branch, UnknownVariableError
 from agentrt.lang.origin import caller
 from agentrt.lang.recording import Recording
 from agentrt.lang.run import Run
+from agentrt.lang.tools import Call
 from agentrt.lang.variables import Variable
 from agentrt.lang.waiting import await_future, wait
 
@@ -125,6 +127,54 @@ class Face:
             self._branch.cancel()
         else:
             self._run.cancel("the program was cancelled")
+
+    def pending_calls(self) -> list[Call]:
+        """Tool calls that wait for someone to `approve` or `deny` them, in this branch."""
+        return [] if self._turns is None else self._turns.waiting
+
+    def approve(self, call_id: str | None = None, arguments: Mapping[str, Any] | None = None) -> None:
+        """Lets a waiting call run; every waiting call if none is named.
+
+        Args:
+            call_id: Which.
+            arguments: What to call it with instead.
+
+        Raises:
+            UserError: No such call waits.
+        """
+        for call in self._waiting_calls(call_id):
+            if arguments is not None:
+                call.arguments = dict(arguments)
+            self._decide(call, True)
+
+    def deny(self, call_id: str | None = None, reason: str = "the call was denied") -> None:
+        """Ends a waiting call, or all of them, with an error that the model is told.
+
+        Raises:
+            UserError: No such call waits.
+        """
+        for call in self._waiting_calls(call_id):
+            call.error = reason
+            self._decide(call, False)
+
+    @property
+    def _turns(self) -> Turns | None:
+        item = self._branch.item
+        return item.state if item is not None and isinstance(item.state, Turns) else None
+
+    def _waiting_calls(self, call_id: str | None) -> list[Call]:
+        waiting = [call for call in self.pending_calls() if call_id in (None, call.id)]
+        if not waiting:
+            known_ids = [call.id for call in self.pending_calls()]
+            raise UserError(f"no call {call_id or ''} waits for approval; waiting are {known_ids}", param="call_id")
+        return waiting
+
+    def _decide(self, call: Call, approved: bool) -> None:
+        turns = self._turns
+        call.approved = approved
+        told = None if turns is None else turns.decided.get(call.id)
+        if told is not None:
+            told.set_result(None)
 
     @property
     def recording(self) -> Recording:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentrt.errors import ConstraintError, UserError
+from agentrt.request import GrammarSpec
 
 #: Numbers are bounded, so that a weak model cannot write digits for ever.
 INTEGER = r"-?(0|[1-9][0-9]{0,18})"
@@ -109,11 +110,16 @@ def _string(text: str) -> str:
     return value
 
 
+def _pattern(source: str) -> dict[str, Any]:
+    # Bounded repeats over a large vocabulary cost seconds as a token-level automaton, and nothing in the other engine.
+    return {"grammar": GrammarSpec("regex", source, engine="llguidance")}
+
+
 _PLAIN: dict[Any, ValueType] = {
-    int: ValueType("int", {"regex": INTEGER}, int),
-    float: ValueType("float", {"regex": DECIMAL}, float),
-    bool: ValueType("bool", {"regex": "true|false"}, _boolean),
-    str: ValueType("str", {"regex": STRING}, _string),
+    int: ValueType("int", _pattern(INTEGER), int),
+    float: ValueType("float", _pattern(DECIMAL), float),
+    bool: ValueType("bool", _pattern("true|false"), _boolean),
+    str: ValueType("str", _pattern(STRING), _string),
 }
 _NAMED = {kind.__name__: kind for kind in _PLAIN} | {"string": str, "integer": int, "boolean": bool, "number": float}
 
@@ -130,6 +136,15 @@ def value_type(kind: Any) -> ValueType:
     except TypeError:  # an unhashable annotation
         plain = None
     return plain if plain is not None else _model_type(kind)
+
+
+def document_type(kind: Any) -> ValueType:
+    """Returns the value type of a Python type whose text is a JSON document, also for int and the like.
+
+    Raises:
+        UserError: pydantic knows no schema for it.
+    """
+    return _model_type(kind)
 
 
 def _model_type(kind: Any) -> ValueType:

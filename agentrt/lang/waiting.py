@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-import greenlet  # type: ignore[import-untyped]
+import greenlet
 
 T = TypeVar("T")
 
