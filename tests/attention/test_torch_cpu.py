@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrt.attention import torch_cpu
 from agentrt.attention.base import AttentionBatch, AttentionSpec
 from agentrt.attention.reference import ReferenceAttention
-from agentrt.attention.torch_cpu import TorchAttention
+from agentrt.attention.torch_cpu import TorchAttention, plan_batch
 
 SLOTS = 700
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 6
@@ -99,9 +98,43 @@ def test_scattered_decodes_share_calls_without_much_padding() -> None:
     lengths = [30] * 10 + [300] * 10 + [310] * 2
     slots = tuple(torch.randperm(4000)[:length] for length in lengths)
     batch = AttentionBatch((1,) * 22, tuple(n - 1 for n in lengths), slots, torch.stack([s[-1] for s in slots]))
-    parts = list(torch_cpu._plan(batch, None, torch.float32))
+    parts = plan_batch(batch, None, torch.float32).parts
     assert len(parts) == 2
-    assert sum(part.read.numel() for part in parts) <= 1.1 * sum(lengths)  # type: ignore[union-attr]
+    assert sum(len(part.slots) for part in parts if isinstance(part.slots, Tensor)) <= 1.1 * sum(lengths)
+
+
+shared_runs = st.lists(st.tuples(st.sampled_from([1, 1, 4, 12]), st.sampled_from([0, 3, 30])), min_size=2, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shared_runs, shared_runs, st.booleans(), specs, st.integers(0, 2**20))
+def test_a_shared_prefix_is_read_once_and_merged(
+    first: list[tuple[int, int]], second: list[tuple[int, int]], scattered: bool, spec: AttentionSpec, seed: int
+) -> None:
+    """Two groups, each over a prefix of its own, beside a run that shares nothing: still the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    free = torch.randperm(SLOTS, generator=generator) if scattered else torch.arange(SLOTS)
+    runs, shared, cached = [], [], []
+    for group, length in ((first, 150), (second, 70), ([(1, 30)], 0)):
+        prefix, free = free[:length], free[length:]
+        shared.append((tuple(range(len(runs), len(runs) + len(group))), length))
+        cached.append(prefix)
+        for new, own in group:
+            mine, free = free[: own + new], free[own + new :]
+            cached.append(mine[:own])
+            runs.append((new, length + own, torch.cat((prefix, mine))))
+    news, contexts, slots = zip(*runs, strict=True)
+    fresh = torch.cat([slot[context:] for _, context, slot in runs])
+    batch = AttentionBatch(news, contexts, slots, fresh, shared=tuple(shared[:2]))
+    assert len(plan_batch(batch, None, torch.float32).prefixes) == 2
+    keys, values = (torch.full((SLOTS, KV_HEADS, HEAD_DIM), float("nan")) for _ in range(2))
+    for tensor in (keys, values):
+        for part in cached:
+            tensor[part] = torch.randn(len(part), KV_HEADS, HEAD_DIM, generator=generator) * 3
+    q, k, v = (torch.randn(sum(news), 10, HEAD_DIM, generator=generator) * 3).split([6, 2, 2], 1)
+    expected = ReferenceAttention()(q, k, v, (keys.clone(), values.clone()), batch, spec)
+    got = TorchAttention()(q, k, v, (keys, values), batch, spec)
+    torch.testing.assert_close(got, expected, atol=5e-6, rtol=1e-4)
 
 
 def test_bfloat16_is_the_reference_rounded() -> None:
