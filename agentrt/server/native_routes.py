@@ -74,7 +74,7 @@ def _prepare(service: Service, http: Request, body: GenerateBody) -> Prepared:
     sampling = _sampling(body.sampling_params)
     if sampling.n > service.config.n:
         raise UserError(f"n is {sampling.n}; at most {service.config.n} samples are given", param="n")
-    named = {"request_id": body.request_id} if body.request_id else {}
+    named: dict[str, Any] = {"request_id": body.request_id} if body.request_id else {}
     ask = Ask(
         prompt_ids=tuple(ids),
         sampling=sampling,

@@ -159,11 +159,7 @@ def _request_options(options: CallOptions) -> dict[str, Any]:
 
 
 def _constraint_fields(constraint: Constraint | None) -> dict[str, Any]:
-    if constraint is None:
-        return {}
-    if constraint.key == "json_schema":
-        return {"json_schema": _schema_text(constraint)}
-    return {constraint.key: constraint.value}
+    return {} if constraint is None else {constraint.key: constraint.value}
 
 
 def _schema_text(constraint: Constraint) -> str:

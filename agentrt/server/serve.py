@@ -12,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -100,13 +101,14 @@ class _Server(uvicorn.Server):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_SECONDS, self.end_now)
 
-    async def run(self, front: Front, load: Callable[[], Backend], config: ServerConfig, sampling_of: Callable[[Backend], SamplingParams | None]) -> None:
+    async def host(self, front: Front, load: Callable[[], Backend], config: ServerConfig, sampling_of: Callable[[Backend], SamplingParams | None]) -> None:
         """Listens, loads, serves, and closes the engine."""
         self._loop = asyncio.get_running_loop()
         listening = asyncio.ensure_future(self.serve())
         loading = asyncio.wrap_future(_in_daemon(load))
         ending = asyncio.ensure_future(self.ending.wait())
-        await asyncio.wait({listening, loading, ending}, return_when=asyncio.FIRST_COMPLETED)
+        first: set[asyncio.Future[Any]] = {listening, loading, ending}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():  # told to end, or the port is taken: nobody waits for the model any more
             self.should_exit = True
             await listening
@@ -194,7 +196,7 @@ def serve(
             server_header=False,
         )
         server = _Server(settings, config.drain_seconds)
-        await server.run(front, load, config, sampling_of)
+        await server.host(front, load, config, sampling_of)
         return 1 if server.engine_died or not server.started else 0
 
     return asyncio.run(main())
