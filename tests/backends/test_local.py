@@ -15,6 +15,7 @@ import pytest
 import agentrt
 from agentrt import Engine, SamplingParams
 
+pytestmark = pytest.mark.slow  # each starts a process that imports torch
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True, seed=0)
 
 

@@ -70,6 +70,8 @@ def expected(tiny_model):
 def test_greedy_answers_do_not_depend_on_how_they_are_computed(tiny_model, expected, options):
     prompts, answers = expected
     with engine_on(tiny_model, **options) as engine:
+        # Admission leaves room for what answers have been like; after many short ones it is too hopeful, and preempts.
+        engine.generate([[n] for n in range(100)], SamplingParams(max_tokens=1))
         together = engine.generate(prompts, GREEDY)
         again = engine.generate(prompts[:10], GREEDY)  # from a warm cache
         stats = engine.stats()
@@ -418,6 +420,7 @@ def test_flush_says_what_it_freed(tiny_model):
         assert engine.cached_prefix(list(range(100))) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_schedule_on_a_tiny_pool_equals_the_cacheless_run(engine, tiny_model, data):
