@@ -180,6 +180,7 @@ class Branch:
         self.roles = run.roles
         self.offered: tuple[str, ...] | None = None  # names of the tools that the model has been told of
         self.known_ids = 0  # leading ids that an earlier request of this program has computed
+        self.shared_ids = 0  # leading ids taken over from the parent
         self.fork_text = 0  # pieces of the feed that came from the parent
         self.error: BaseException | None = None
         self.inherited = self.seen = self.cancelled = False
@@ -551,6 +552,7 @@ class Branch:
         """Begins where `parent` stands, whose text so far is `text`."""
         self.transcript = parent.transcript.copy()
         self.known_ids = parent.known_ids
+        self.shared_ids = len(self.transcript.ids)
         self.roles, self.offered = parent.roles, parent.offered
         self.feed.push(text)
         self.fork_text = len(self.feed.pieces)

@@ -1,6 +1,6 @@
 """What a run remembers of itself: one `Call` per request, and what it takes to run it again (`Recording`).
 
-It only remembers; reports are drawn from it by `agentrt.observe.report`, and it never changes what a program does,
+It only remembers; `agentrt.observe.report` draws the picture, and it never changes what a program does,
 except that a replay serves tool results and winners from a recording. Invariant: everything in here is plain values
 that serialise to JSON.
 """
@@ -8,11 +8,44 @@ that serialise to JSON.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrt.errors import UserError
+from agentrt.observe.report import Report, build_report
+
+if TYPE_CHECKING:
+    from agentrt.lang.run import Run
 
 FORMAT = 1
+
+
+def report_of(run: Run) -> Report:
+    """The report of a run, as far as it has come."""
+    tokenizer = run.tokenizer
+    calls = []
+    for call in list(run.calls):
+        first = None if call.first_new is None else tokenizer.decode([call.first_new], skip_special=False)
+        calls.append(asdict(call) | {"first_new": first})
+    branches = [
+        {
+            "path": branch.path,
+            "tokens": len(branch.transcript.ids),
+            "shared_tokens": min(branch.shared_ids, len(branch.transcript.ids)),
+            "error": None if branch.error is None else f"{type(branch.error).__name__}: {branch.error}",
+        }
+        for branch in list(run.branches)
+    ]
+    failed = run.branches[0].error
+    return build_report(
+        program=run.name,
+        model=run.backend.capabilities.model,
+        seed=run.seed,
+        wall_seconds=run.clock() if run.ended is None else run.ended,
+        calls=calls,
+        tools=[asdict(tool) for tool in run.tool_runs],
+        branches=branches,
+        error=None if failed is None else f"{type(failed).__name__}: {failed}",
+    )
 
 
 @dataclass(slots=True)

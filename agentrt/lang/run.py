@@ -171,6 +171,7 @@ class Run:
         self.replay = replay
         self.recording = Recording(name, self.seed)
         self.began = time.monotonic()
+        self.ended: float | None = None
         self.done: Promise[None] = Promise()
         self.ret_value: Any = None
         self.lock = threading.Lock()
@@ -219,6 +220,7 @@ class Run:
             self.backend.end_program(self.id)
         except AgentrtError as failure:  # an engine that is down has nothing to free
             error = error or failure
+        self.ended = self.ended or self.clock()
         with self.lock:
             first = not self.done.done()
             if first and error is None:

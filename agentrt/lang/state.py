@@ -18,11 +18,12 @@ from agentrt.lang.agent import Turns
 from agentrt.lang.forks import AsyncForks, Forks, fork_budget
 from agentrt.lang.interpreter import Branch, UnknownVariableError
 from agentrt.lang.origin import caller
-from agentrt.lang.recording import Recording
+from agentrt.lang.recording import Recording, report_of
 from agentrt.lang.run import Run
 from agentrt.lang.tools import Call
 from agentrt.lang.variables import Variable
 from agentrt.lang.waiting import await_future, wait
+from agentrt.observe.report import Report
 
 
 class Face:
@@ -127,6 +128,10 @@ class Face:
             self._branch.cancel()
         else:
             self._run.cancel("the program was cancelled")
+
+    def report(self) -> Report:
+        """The run's report, as far as it has come: per call what was reused, computed and why; ``.save("out.html")`` draws it."""
+        return report_of(self._run)
 
     def pending_calls(self) -> list[Call]:
         """Tool calls that wait for someone to `approve` or `deny` them, in this branch."""
