@@ -67,7 +67,7 @@ def check_schema(value: Any) -> SchemaReport:
     """Says what would become of a schema: a dict, JSON text, or a Python type."""
     try:
         schema = schema_of(value)
-        compiled = GrammarCache().compile(json_schema_spec(schema), _bytes())
+        compiled = GrammarCache().compile(json_schema_spec(schema), byte_tokenizer())
     except GrammarError as error:
         entry = Entry(error.pointer, error.keyword or "schema", Standing.REJECTED, str(error))
         return SchemaReport((entry,), str(error), "", False)
@@ -108,7 +108,7 @@ def _automaton(schema: Any) -> tuple[str, regex_fsm.ByteAutomaton]:
     return pattern, regex_fsm.byte_automaton(pattern, regex_syntax.size(node), 0.8 * Limits().grammar_seconds)
 
 
-class _ByteTokenizer:
+class ByteTokenizer:
     """One token a byte, and an end token: enough to compile against."""
 
     vocab_size = 257
@@ -136,5 +136,5 @@ class _ByteTokenizer:
 
 
 @lru_cache(maxsize=1)
-def _bytes() -> _ByteTokenizer:
-    return _ByteTokenizer()
+def byte_tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()

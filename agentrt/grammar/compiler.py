@@ -8,6 +8,7 @@ shared; each sequence has its own cursor. Compiled grammars are kept in a cache 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from agentrt.grammar.cursor import GrammarCursor, Matcher
 from agentrt.grammar.killable import TooManyStatesError
 from agentrt.grammar.ledger import Entry, Ledger, Standing, checked
 from agentrt.grammar.llguidance_matcher import LlguidanceMatcher, compiled_template
-from agentrt.grammar.normalize import normalize
+from agentrt.grammar.normalize import Attempt, normalize
 from agentrt.grammar.verify import Verdict, verifier_of
 from agentrt.grammar.vocabulary import Vocabulary, vocabulary_of
 from agentrt.request import GrammarSpec
@@ -176,26 +177,36 @@ class _Built:
     verify: Verdict
 
 
-def _with_llguidance(spec: GrammarSpec, vocabulary: Vocabulary, build: Callable[[frozenset[str]], _Built]) -> _Parts:
+def _with_llguidance(spec: GrammarSpec, vocabulary: Vocabulary, build: Callable[[Attempt], _Built]) -> _Parts:
     """Compiles what `build` makes, relaxing more where llguidance cannot follow.
 
     Raises:
         GrammarError: The constraint is malformed, refers to what is not there, or nothing can satisfy it.
     """
     plain = spec.jump_forward == "exact_masked"
-    for relaxed in _LADDER:
-        built = build(relaxed)
+    attempt: Attempt | None = Attempt()
+    while attempt is not None:
+        built = build(attempt)
         grammars = _without_forcing(built.grammars) if plain else built.grammars
         try:
             template = compiled_template(json.dumps({"grammars": grammars}, ensure_ascii=False), vocabulary)
+            break
         except GrammarError as error:
-            if "nsatisfiable" in str(error):
-                raise GrammarError(f"nothing can satisfy the constraint: {error}", keyword=_suspect(built.ledger)) from error
-            if relaxed == _LADDER[-1] or spec.kind == "lark":
-                raise
-            continue
-        return _Parts(built.ledger, "llguidance", lambda: LlguidanceMatcher(template, plain), built.verify, 10 * len(spec.source))
-    raise AssertionError("the last step returns or raises")
+            attempt = _next_attempt(attempt, spec, built.ledger, error)
+    return _Parts(built.ledger, "llguidance", lambda: LlguidanceMatcher(template, plain), built.verify, 10 * len(spec.source))
+
+
+def _next_attempt(attempt: Attempt, spec: GrammarSpec, ledger: Ledger, error: GrammarError) -> Attempt:
+    """What to try after llguidance refused; raises GrammarError if nothing is left to try."""
+    if "nsatisfiable" in str(error):
+        name = re.search(r"while processing \S*#/\$defs/([^\s;]+)", str(error))
+        if name is None or name[1] in attempt.never:
+            raise GrammarError(f"nothing can satisfy the constraint: {error}", keyword=ledger[-1].keyword if ledger else "false") from error
+        return Attempt(attempt.relaxed, attempt.never | {name[1]})
+    step = _LADDER.index(attempt.relaxed) + 1
+    if step == len(_LADDER) or spec.kind == "lark":
+        raise error
+    return Attempt(_LADDER[step])
 
 
 def _without_forcing(grammars: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -204,10 +215,6 @@ def _without_forcing(grammars: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if "lark_grammar" in grammars[0]:
         return [{**grammars[0], "lark_grammar": option + grammars[0]["lark_grammar"]}, *grammars[1:]]
     return [{"lark_grammar": option + "start: @document"}, {"name": "document", **grammars[0]}]
-
-
-def _suspect(ledger: Ledger) -> str:
-    return ledger[-1].keyword if ledger else "false"
 
 
 def _parsed(source: str) -> Any:
@@ -221,8 +228,8 @@ def _json_schema(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _
     schema, formats = _parsed(spec.source), bool(spec.option("formats", True))
     verify = verifier_of(schema, formats=formats).verdict
 
-    def build(relaxed: frozenset[str]) -> _Built:
-        normal = normalize(schema, relaxed=relaxed, formats=formats)
+    def build(attempt: Attempt) -> _Built:
+        normal = normalize(schema, attempt=attempt, formats=formats)
         return _Built([{"json_schema": normal.whole()}], normal.ledger, verify)
 
     if spec.engine == "fsm":
@@ -255,19 +262,19 @@ def automaton_of(node: regex_syntax.Node, limits: Limits) -> regex_fsm.ByteAutom
 
 
 def _lark(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
-    def build(relaxed: frozenset[str]) -> _Built:
-        lark, ledger = lark_with_schemas(spec.source, relaxed)
+    def build(attempt: Attempt) -> _Built:
+        lark, ledger = lark_with_schemas(spec.source, attempt)
         return _Built([{"lark_grammar": lark}], ledger, _nothing_to_check)
 
     return _with_llguidance(spec, vocabulary, build)
 
 
-def _composed(compose: Callable[[Any, GrammarSpec, frozenset[str]], Composition]) -> _Kind:
+def _composed(compose: Callable[[Any, GrammarSpec, Attempt], Composition]) -> _Kind:
     def compile_kind(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:
         source = _parsed(spec.source)
 
-        def build(relaxed: frozenset[str]) -> _Built:
-            made = compose(source, spec, relaxed)
+        def build(attempt: Attempt) -> _Built:
+            made = compose(source, spec, attempt)
             return _Built([{"lark_grammar": made.lark}], made.ledger, made.verify)
 
         return _with_llguidance(spec, vocabulary, build)

@@ -16,7 +16,7 @@ from typing import Any
 from agentrt.errors import GrammarError
 from agentrt.grammar import regex_syntax
 from agentrt.grammar.ledger import Entry, Ledger, Standing
-from agentrt.grammar.normalize import Normalized, normalize
+from agentrt.grammar.normalize import Attempt, Normalized, normalize
 from agentrt.grammar.verify import Verdict, Verifier, verifier_of
 from agentrt.request import GrammarSpec
 
@@ -82,12 +82,12 @@ def _text_without(triggers: Sequence[str]) -> str:
 # ---- tools
 
 
-def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec, relaxed: frozenset[str]) -> Composition:
-    """The grammar of a `tools` spec; `functions` are its source, `relaxed` keywords that the engine cannot take."""
+def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec, attempt: Attempt) -> Composition:
+    """The grammar of a `tools` spec; `functions` are its source, `attempt` what earlier ones taught."""
     form = CallForm.from_spec(spec)
     choice = str(spec.option("tool_choice", "auto"))
     offered = [f for f in functions if choice in ("auto", "required", f["name"])]
-    document, ledger = _any_call(offered, functions, form, relaxed)
+    document, ledger = _any_call(offered, functions, form, attempt)
     answer = spec.option("answer_schema")
     rules = [f"call: {_quoted(form.begin)} document {_quoted(form.end)}", f"document: {_json(document)}"]
     many = bool(spec.option("parallel", True)) and choice in ("auto", "required")
@@ -98,7 +98,7 @@ def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec, relaxe
     if choice != "auto":
         rules.append(f"start: {calls}")
     elif answer is not None:
-        normal = normalize(json.loads(answer), relaxed=relaxed)
+        normal = normalize(json.loads(answer), attempt=attempt)
         answer_verifier = verifier_of(json.loads(answer))
         ledger = (*ledger, *normal.ledger)
         rules += [f"start: answer | {calls}", f"answer: {_json(normal.whole())}"]
@@ -120,7 +120,7 @@ def _auto_rules(form: CallForm, rest: str, calls: str) -> list[str]:
 
 
 def _any_call(
-    offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], form: CallForm, relaxed: frozenset[str]
+    offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], form: CallForm, attempt: Attempt
 ) -> tuple[dict[str, Any], Ledger]:
     options: list[Any] = []
     definitions: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def _any_call(
     for function in offered:
         number = functions.index(function)
         try:
-            normal = normalize(function["parameters"], prefix=f"t{number}.", relaxed=relaxed)
+            normal = normalize(function["parameters"], prefix=f"t{number}.", attempt=attempt)
         except GrammarError as error:
             error.pointer = f"/{number}/parameters{error.pointer}"
             raise
@@ -192,7 +192,7 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
 # ---- lark
 
 
-def lark_with_schemas(source: str, relaxed: frozenset[str]) -> tuple[str, Ledger]:
+def lark_with_schemas(source: str, attempt: Attempt) -> tuple[str, Ledger]:
     """A user's lark grammar, with each ``%json {...}`` in it normalised as a schema alone would be.
 
     Raises:
@@ -206,7 +206,7 @@ def lark_with_schemas(source: str, relaxed: frozenset[str]) -> tuple[str, Ledger
         if schema is None:
             raise GrammarError("the schema after %json is not JSON", pointer=f"%json {number}", keyword="%json")
         own = schema.pop("x-guidance", {})
-        normal = normalize(schema, prefix=f"j{number}.", relaxed=relaxed)
+        normal = normalize(schema, prefix=f"j{number}.", attempt=attempt)
         _refuse_checked(normal.ledger, number)
         ledger += [replace(e, pointer=f"%json {number}{e.pointer}") for e in normal.ledger]
         whole = normal.whole()
@@ -229,8 +229,8 @@ def _refuse_checked(ledger: Ledger, number: int) -> None:
 # ---- structural tags
 
 
-def structural_lark(tags: Sequence[Mapping[str, Any]], spec: GrammarSpec, relaxed: frozenset[str]) -> Composition:
-    """The grammar of a `structural` spec; `tags` are its source, `relaxed` keywords that the engine cannot take.
+def structural_lark(tags: Sequence[Mapping[str, Any]], spec: GrammarSpec, attempt: Attempt) -> Composition:
+    """The grammar of a `structural` spec; `tags` are its source, `attempt` what earlier ones taught.
 
     Raises:
         GrammarError: A tag is malformed; `pointer` says which.
@@ -244,7 +244,7 @@ def structural_lark(tags: Sequence[Mapping[str, Any]], spec: GrammarSpec, relaxe
     for number, tag in enumerate(tags):
         trigger = _trigger(tag, number)
         by_trigger.setdefault(trigger, []).append(f"{_quoted(tag['begin'][len(trigger) :])} body_{number} {_quoted(tag.get('end', ''))}")
-        body, entries, verifier = _body(tag, number, relaxed)
+        body, entries, verifier = _body(tag, number, attempt)
         rules.append(f"body_{number}: {body}")
         ledger += entries
         verifiers.append(verifier)
@@ -280,14 +280,14 @@ def _refuse_overlaps(triggers: Sequence[str]) -> None:
                 raise GrammarError(f"trigger {one!r} occurs in trigger {other!r}; only the shorter one could ever be met", keyword="trigger", param="grammar")
 
 
-def _body(tag: Mapping[str, Any], number: int, relaxed: frozenset[str]) -> tuple[str, list[Entry], Verifier | None]:
+def _body(tag: Mapping[str, Any], number: int, attempt: Attempt) -> tuple[str, list[Entry], Verifier | None]:
     kinds = [kind for kind in ("json_schema", "regex") if kind in tag]
     if len(kinds) != 1:
         raise GrammarError(f"tag {number} needs one of 'json_schema' and 'regex'", pointer=f"/{number}", param="grammar")
     if kinds == ["regex"]:
         pattern = regex_syntax.write(regex_syntax.whole(regex_syntax.parse(tag["regex"])))
         return f"/{pattern}/", [Entry(f"/{number}/regex", "regex", Standing.ENFORCED)], None
-    normal = normalize(tag["json_schema"], prefix=f"g{number}.", relaxed=relaxed)
+    normal = normalize(tag["json_schema"], prefix=f"g{number}.", attempt=attempt)
     entries = [replace(e, pointer=f"/{number}/json_schema{e.pointer}") for e in normal.ledger]
     return _json(normal.whole()), entries, verifier_of(tag["json_schema"])
 

@@ -8,6 +8,7 @@ holds nowhere else. Nothing of the input goes over unread, so no keyword is drop
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -59,19 +60,32 @@ class Normalized:
         return {"x-guidance": options, **root, "$defs": self.definitions}
 
 
-def normalize(schema: Any, prefix: str = "", *, relaxed: frozenset[str] = frozenset(), formats: bool = True) -> Normalized:
+@dataclass(frozen=True)
+class Attempt:
+    """What compiling an earlier rewriting taught.
+
+    Attributes:
+        relaxed: Keywords to relax wherever they stand, because the engine could not take them.
+        never: Definitions that nothing satisfies, by name; what refers to them is false.
+    """
+
+    relaxed: frozenset[str] = frozenset()
+    never: frozenset[str] = frozenset()
+
+
+def normalize(schema: Any, prefix: str = "", *, attempt: Attempt = Attempt(), formats: bool = True) -> Normalized:  # noqa: B008
     """Rewrites `schema`.
 
     Args:
         schema: A JSON Schema, parsed.
         prefix: Put before the names of definitions, so that several schemas can share one `$defs`.
-        relaxed: Keywords to relax wherever they stand, because the engine could not take them.
+        attempt: What earlier attempts taught.
         formats: `format` is asserted; otherwise it is an annotation.
 
     Raises:
         GrammarError: The schema is malformed, or cannot be enforced; names pointer and keyword.
     """
-    work = _Normalizer(prefix, relaxed, formats)
+    work = _Normalizer(prefix, attempt, formats)
     try:
         root = work.node(schema, Scope.of(schema), "", 0)
         work.finish_definitions()
@@ -105,9 +119,10 @@ class _Place:
 
 
 class _Normalizer:
-    def __init__(self, prefix: str, relaxed: frozenset[str], formats: bool) -> None:
+    def __init__(self, prefix: str, attempt: Attempt, formats: bool) -> None:
         self.prefix = prefix
-        self.relaxed = relaxed
+        self.relaxed = attempt.relaxed
+        self.never = attempt.never
         self.formats = formats
         self.definitions: dict[str, Any] = {}
         self.ledger: list[Entry] = []
@@ -580,7 +595,10 @@ class _Normalizer:
         else:
             name = self.definition(target, scope, where)
             self.follow(place, keyword, name)
-            place.out["$ref"] = f"#/$defs/{name}"
+            if name in self.never:
+                place.also.append(False)
+            else:
+                place.out["$ref"] = f"#/$defs/{name}"
         self.enforced(place, keyword)
 
     def moves(self, place: _Place, value: Any) -> bool:
@@ -597,7 +615,8 @@ class _Normalizer:
         key = id(target), str(scope.resolver._base_uri)
         name = self._names.get(key)
         if name is None:
-            name = self._names[key] = f"{self.prefix}d{len(self._names)}"
+            digest = hashlib.sha256(f"{key[1]} {where}".encode("utf-8", "surrogatepass")).hexdigest()[:12]
+            name = self._names[key] = f"{self.prefix}d{digest}"
             self._pending.append((name, target, scope, where))
         return name
 
@@ -623,7 +642,9 @@ class _Normalizer:
             name, target, scope, where = self._pending.pop()
             self._current = name
             self.origins[name] = where
-            self.definitions[name] = self.node(target, scope, where, 0, inward=False)
+            made = self.node(target, scope, where, 0, inward=False)
+            if name not in self.never:
+                self.definitions[name] = made
             self._current = ""
 
 

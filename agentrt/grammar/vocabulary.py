@@ -70,8 +70,8 @@ class Vocabulary:
         return self.flat[start : start + int(self.lengths[token_id])].tobytes()
 
     def tokenize(self, text: bytes) -> list[int]:
-        """Canonical ids of `text`; a tail that is not whole UTF-8 is covered by the longest tokens that fit."""
-        head = text.decode("utf-8", "ignore") if _cut_character(text) else text.decode("utf-8", "replace")
+        """Canonical ids of `text`; from the first byte on that is not UTF-8, the longest tokens that fit."""
+        head = _leading_text(text)
         ids = list(self._encode(head)) if head else []
         rest = text[len(head.encode()) :]
         while rest:
@@ -131,13 +131,12 @@ class Vocabulary:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _cut_character(text: bytes) -> bool:
-    """Whether `text` is UTF-8 but for a character cut off at its end."""
+def _leading_text(text: bytes) -> str:
+    """The longest beginning of `text` that is UTF-8."""
     try:
-        text.decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"
-    return False
+        return text[: error.start].decode("utf-8")
 
 
 class _Source:
