@@ -79,12 +79,12 @@ def test_greedy_answers_do_not_depend_on_how_they_are_computed(tiny_model, expec
 def test_greedy_answers_survive_constant_preemption(tiny_model, expected):
     """Admission leaves room for what answers have been like; after many short ones it is too hopeful, and preempts."""
     prompts, answers = expected
-    with engine_on(tiny_model, kv_tokens=200, max_running=32) as engine:
+    with engine_on(tiny_model, kv_tokens=180, max_running=32) as engine:
         for start in range(0, 50, 10):
             engine.generate([[n] for n in range(150)], SamplingParams(max_tokens=1))
             together = engine.generate(prompts[start : start + 10], GREEDY)
             assert [completion.token_ids for completion in together] == answers[start : start + 10]
-        assert engine.stats()["preemptions"] > 10
+        assert engine.stats()["preemptions"] > 6
 
 
 def test_the_process_gives_what_the_thread_gives(tiny_model, expected):
