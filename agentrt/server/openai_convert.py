@@ -106,7 +106,7 @@ def chat_ask(body: ChatBody, options: CallOptions) -> ChatAsk:
         sampling["logprobs"] = body.top_logprobs or 0
     tools = body.tools or []
     return ChatAsk(
-        messages=body.messages,
+        messages=[_without_refusal_parts(message) for message in body.messages],
         sampling=sampling,
         constraint=constraint_of(body, body.response_format),
         functions=functions_of(tools),
@@ -118,6 +118,15 @@ def chat_ask(body: ChatBody, options: CallOptions) -> ChatAsk:
         thinking_budget=body.thinking_budget,
         options=options,
     )
+
+
+def _without_refusal_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a refusal's words as text, which is what the model had said."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "text", "text": part.get("refusal")} if isinstance(part, dict) and part.get("type") == "refusal" else part for part in content]
+    return {**message, "content": parts}
 
 
 def functions_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -16,9 +16,11 @@ from agentrt.errors import PromptError, UserError
 from agentrt.request import GrammarSpec, ProgramTag, Request, SamplingParams
 from agentrt.server.answers import SampleAnswer
 from agentrt.server.asks import CallOptions, ChatAsk, Constraint
+from agentrt.server.closed_schema import closed
 from agentrt.server.model_habits import ModelHabits
 from agentrt.server.thinking import ThinkingSplitter
 from agentrt.server.turns import TurnMemory
+from agentrt.text.chat_messages import plain_messages
 from agentrt.text.tool_format import Choice
 
 #: Names that tool_choice uses for itself.
@@ -99,7 +101,7 @@ class Prompter:
             raise UserError(f"tools go together with a JSON schema, not with {ask.constraint.field}", param=ask.constraint.field)
 
     def _chat_ids(self, ask: ChatAsk) -> list[int]:
-        messages, prefill = list(ask.messages), ""
+        messages, prefill = plain_messages(ask.messages), ""
         if ask.continue_last:
             prefill = _last_text(messages)
             messages = messages[:-1]
@@ -110,7 +112,8 @@ class Prompter:
     def _tools_grammar(self, ask: ChatAsk) -> GrammarSpec:
         schema = None if ask.constraint is None or ask.tool_choice != "auto" else _schema_text(ask.constraint)
         choice = Choice(ask.tool_choice, ask.parallel, schema, ask.strict)
-        return self._habits.calls.grammar(ask.functions, choice)
+        functions = [{**function, "parameters": closed(function["parameters"])} for function in ask.functions]
+        return self._habits.calls.grammar(functions, choice)
 
     def _sampling(self, ask: ChatAsk, ids: Sequence[int], grammar: GrammarSpec | None) -> SamplingParams:
         values: dict[str, Any] = self._defaults | dict(ask.sampling)
@@ -170,12 +173,9 @@ def _schema_text(constraint: Constraint) -> str:
 
 def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
     last = messages[-1] if messages else {}
-    content = last.get("content")
-    if last.get("role") != "assistant" or len(messages) < 2:
-        raise UserError("continue_final_message needs a last message of the assistant's, after another one", param="messages")
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""
+    if last.get("role") != "assistant" or last.get("tool_calls") or len(messages) < 2:
+        raise UserError("to be continued, the last message must be the assistant's, without calls, after another one", param="messages")
+    return str(last["content"])
 
 
 def _at_most(param: str, value: Any, limit: int, unit: str) -> None:
