@@ -74,6 +74,7 @@ _HOME: dict[str, str] = {
     "CutValueError": "agentrt.lang.values",
     "InvalidValueError": "agentrt.lang.values",
     "BudgetError": "agentrt.lang.run",
+    "resume": "agentrt.lang.saving",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
@@ -137,6 +138,7 @@ if TYPE_CHECKING:
     from agentrt.lang.program import function as function
     from agentrt.lang.recording import Recording as Recording
     from agentrt.lang.run import BudgetError as BudgetError
+    from agentrt.lang.saving import resume as resume
     from agentrt.lang.state import AsyncState as AsyncState
     from agentrt.lang.state import State as State
     from agentrt.lang.tools import Call as Call

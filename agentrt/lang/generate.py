@@ -67,6 +67,9 @@ def ask(
         AbortedError: It was aborted.
     """
     ids, tail = branch.prompt(heal=healing)
+    if branch.run.must_compact(len(ids), sampling.max_tokens):
+        branch.compact(branch.run.compact)
+        ids, tail = branch.prompt(heal=healing)
     request = branch.request(ids, sampling, tail=tail, seconds=getattr(item.node, "deadline", None))
     began = branch.run.clock()
     completion: Completion = yield branch.submit(request, show).future

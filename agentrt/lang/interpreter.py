@@ -187,7 +187,7 @@ class Branch:
         self.forks = 0
         self._expected: dict[str, Future[Variable]] = {}
         self._queue: deque[Item] = deque()
-        self._number = 0
+        self.number = 0
         self._calls_waiting = 0
         self._busy = not started
         self._item: Item | None = None
@@ -209,13 +209,13 @@ class Branch:
             self._check()
             variables = self._declare(node)
             last = variables[-1] if variables else last
-            self._enqueue(Item(node, variables, where, self._number))
+            self._enqueue(Item(node, variables, where, self.number))
         return last
 
     def enqueue(self, node: Any, where: ir.Where) -> None:
         """Appends one of the interpreter's own nodes."""
         self._check()
-        self._enqueue(Item(node, (), where, self._number))
+        self._enqueue(Item(node, (), where, self.number))
 
     def assign(self, name: str, value: Any) -> None:
         """Sets a variable."""
@@ -276,7 +276,7 @@ class Branch:
             expected.set_result(variable)
 
     def _enqueue(self, item: Item) -> None:
-        self._number += item.number >= 0  # a look takes no number: it must not change the seeds of what follows
+        self.number += item.number >= 0  # a look takes no number: it must not change the seeds of what follows
         with self.run.lock:
             failed = self.error
             if failed is None:
@@ -289,6 +289,12 @@ class Branch:
             item.fail(failed)
         else:
             self._drive()
+
+    def enqueue_item(self, item: Item) -> None:
+        """Appends a node that was under way when its state was saved, with what it had come to."""
+        for variable in item.variables:
+            self._register(variable)
+        self._enqueue(item)
 
     def fork(self, count: int, where: ir.Where, budget: Callable[[], Budget] | None = None) -> list[Branch]:
         """Appends a fork point and returns its branches, which begin when it is reached."""
@@ -442,6 +448,29 @@ class Branch:
             for piece in (*pieces.prefix, content.strip() if pieces.trims else content, *ending):
                 self.transcript.write(piece)
 
+    def compact(self, keep: Callable[[list[list[dict[str, Any]]]], list[list[dict[str, Any]]]]) -> None:
+        """Writes the chat anew from the messages that `keep` returns; the ids begin again, the variables and the text stay.
+
+        Raises:
+            UserError: There are no messages, or what `keep` returned is none.
+        """
+        opened = self.messages[-1].role if self.in_chat else None
+        done = [message for message in self.messages if message.end is not None]
+        if not done:
+            raise UserError("compaction needs chat messages; this state has none yet", param="compact")
+        kept = keep(_groups([{"role": m.role, "content": m.content(self.feed.pieces)} for m in done]))
+        here = len(self.feed.pieces)
+        try:
+            self.messages = [Message(m["role"], here, here, m["content"]) for group in kept for m in group]
+        except (TypeError, KeyError) as error:
+            raise UserError(
+                "a compaction hook returns groups of messages: [[{'role': ..., 'content': ...}, ...], ...]"
+            ) from error
+        self.transcript, self.known_ids, self.shared_ids = Transcript(), 0, 0
+        self.rewrite_messages()
+        if opened is not None:
+            self.begin_message(opened)
+
     def write_results(self, texts: list[str]) -> None:
         """Appends the results of tool calls, in the chat template's own form, or in words if it has none."""
         history = [message.role for message in self.messages]
@@ -581,6 +610,17 @@ def _names(node: Any) -> tuple[str, ...]:
     if not name or isinstance(node, ir.ScopeEnd):
         return ()
     return (f"{name}_reasoning_content", name) if getattr(node, "reasoning", None) else (name,)
+
+
+def _groups(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Messages that belong together: the results of tool calls stay with the turn that made the calls."""
+    groups: list[list[dict[str, Any]]] = []
+    for message in messages:
+        if message["role"] == "tool" and groups:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return groups
 
 
 def _explain(error: BaseException, program: str, item: Item) -> None:

@@ -75,6 +75,18 @@ class Sampling:
         self.seed: int | None = self._defaults.pop("seed", None)
         self._made: dict[Any, SamplingParams] = {}
 
+    def to_json(self) -> dict[str, Any]:
+        """The defaults as plain values."""
+        given = self._defaults | ({"max_tokens": self._limit} if self._limited else {})
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], seed: int | None = None) -> Sampling:
+        """Reads what `to_json` wrote."""
+        bias = values.get("logit_bias")
+        restored = dict(values) | ({"logit_bias": {int(k): v for k, v in bias.items()}} if bias else {})
+        return cls(restored | {"seed": seed})
+
     def params(
         self,
         own: Mapping[str, Any],

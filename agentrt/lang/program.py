@@ -21,14 +21,16 @@ from agentrt.lang import batch, expressions, tracer
 from agentrt.lang.interpreter import Branch
 from agentrt.lang.options import ALIASES, RUN_FIELDS, Sampling, sampling_fields
 from agentrt.lang.recording import Recording
-from agentrt.lang.run import Budget, Gate, Run
+from agentrt.lang.run import Budget, Compact, Gate, Run
 from agentrt.lang.state import AsyncState, Face, State
 from agentrt.lang.waiting import await_future, in_background, on_loop, wait
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RUN_OPTIONS = frozenset({"sampling", "backend", "stream", "deadline", "token_budget", "token_healing", "replay"})
+RUN_OPTIONS = frozenset(
+    {"sampling", "backend", "stream", "deadline", "token_budget", "token_healing", "replay", "compact"}
+)
 
 
 @dataclass(slots=True)
@@ -106,6 +108,7 @@ class Function(Generic[P, R]):
         token_budget: int | None = None,
         token_healing: bool | None = None,
         replay: Recording | None = None,
+        compact: Compact | None = None,
         **kwargs: Any,
     ) -> State: ...
 
@@ -124,6 +127,8 @@ class Function(Generic[P, R]):
             deadline: Seconds that the whole run may take.
             token_budget: Tokens that the whole run may generate.
             token_healing: Let a gen complete the last bytes of plain text before it.
+            compact: Called when the context is nearly full, with the chat's messages in groups that belong together (a turn's tool
+                calls and their results are one); returns the groups to keep. The chat is then written anew from them.
             replay: A recording of an earlier run: its seed, tool results and winners are used again.
             **kwargs: The program's keyword arguments.
 
@@ -312,6 +317,7 @@ class Function(Generic[P, R]):
             budget=Budget(None, run_options.get("token_budget"), run_options.get("deadline")),
             gate=gate,
             replay=run_options.get("replay"),
+            compact=run_options.get("compact"),
             healing=run_options.get("token_healing", False),
         )
         return Branch(run)

@@ -50,7 +50,7 @@ class ChatRoles:
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._tokenizer = weakref.ref(tokenizer)
-        self._tools = tools
+        self.tools = tools
         self._offering: dict[str, ChatRoles] = {}
         self._format: CallFormat | None = None
         self._known: dict[tuple[str, ...], RolePieces] = {}
@@ -176,7 +176,7 @@ class ChatRoles:
         tokenizer = self._tokenizer()
         assert tokenizer is not None, "asked through the tokenizer"
         messages = [{"role": role, "content": _sentinel(place, role)} for place, role in enumerate(roles)]
-        return _units(tokenizer, tokenizer.encode_chat(messages, tools=self._tools, add_generation_prompt=generate))
+        return _units(tokenizer, tokenizer.encode_chat(messages, tools=self.tools, add_generation_prompt=generate))
 
 
 def _sentinel(place: int, role: str) -> str:

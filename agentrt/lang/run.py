@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 _run_numbers = itertools.count()
 
 
+Compact = Callable[[list[list[dict[str, Any]]]], list[list[dict[str, Any]]]]
+
+ROOM = 256  #: tokens that an answer of open length should have, before compaction makes more
+
+
+def _no_compaction(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    return groups
+
+
 class BudgetError(RequestError):
     """A program or a branch has used up the tokens it was given.
 
@@ -141,6 +150,7 @@ class Run:
         recording: What a replay needs.
         done: Of the end of the whole run; with the error that it ended with.
         ret_value: What the body returned.
+        compact: Says which messages to keep when the context is nearly full.
         healing: Whether plain text before a gen may be completed by it.
     """
 
@@ -154,6 +164,7 @@ class Run:
         gate: Gate | None = None,
         replay: Recording | None = None,
         healing: bool = False,
+        compact: Compact | None = None,
     ) -> None:
         self.id = f"{name}-{os.getpid():x}-{next(_run_numbers)}"
         self.name = name
@@ -165,6 +176,7 @@ class Run:
         self.budget = budget or Budget()
         self.gate = gate
         self.healing = healing
+        self.compact = compact or _no_compaction
         self.branches: list[Branch] = []
         self.calls: list[Call] = []
         self.tool_runs: list[ToolRun] = []
@@ -182,6 +194,11 @@ class Run:
     def roles(self) -> ChatRoles:
         """The model's chat roles."""
         return chat_roles(self.tokenizer)
+
+    def must_compact(self, prompt: int, wanted: int | None) -> bool:
+        """Whether a prompt of so many tokens, with the answer wanted, leaves no room, and something can be done about it."""
+        room = self.backend.capabilities.max_context - prompt
+        return self.compact is not _no_compaction and room < (ROOM if wanted is None else max(wanted, 1))
 
     def clock(self) -> float:
         """Seconds since the run began."""

@@ -7,6 +7,7 @@ own error.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -128,6 +129,24 @@ class Face:
             self._branch.cancel()
         else:
             self._run.cancel("the program was cancelled")
+
+    def compact(self, keep: Callable[[list[list[dict[str, Any]]]], list[list[dict[str, Any]]]]) -> None:
+        """Writes the chat anew from the message groups that `keep` returns; a turn's tool calls and their results are one group."""
+        self._look(lambda branch: branch.compact(keep))
+
+    def trajectory(self, path: str | None = None) -> list[dict[str, Any]]:
+        """The run's ids for training: where each came from, log-probabilities, a slot for a reward; a record per branch.
+
+        Args:
+            path: Also write them there, as JSON lines.
+        """
+        from agentrt.lang.saving import trajectory
+
+        records = trajectory(self._run)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+        return records
 
     def report(self) -> Report:
         """The run's report, as far as it has come: per call what was reused, computed and why; ``.save("out.html")`` draws it."""
@@ -284,6 +303,27 @@ class State(Face):
         """How many tokens the model's context has left."""
         self.sync()
         return int(self._wait(self._look(_tokens_left)))
+
+    def save(self, path: Any = None) -> dict[str, Any]:
+        """Returns the state as plain values, for `agentrt.resume`: once everything appended has run, or while calls wait for approval.
+
+        Args:
+            path: Also write it there, as JSON.
+        """
+        from agentrt.lang.saving import snapshot
+
+        values: dict[str, Any] = snapshot(self._branch) if self.pending_calls() else self._saved()
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(values, file)
+        return values
+
+    def _saved(self) -> dict[str, Any]:
+        from agentrt.lang.saving import snapshot
+
+        self.sync()
+        values: dict[str, Any] = self._wait(self._look(snapshot))
+        return values
 
     def sync(self) -> None:
         """Waits for everything that was appended (from outside the body: for the run's end); raises the state's error."""
