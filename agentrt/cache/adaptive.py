@@ -38,13 +38,14 @@ HISTORY_PAGES = 8_000_000
 SAMPLE = 32
 """Leaves among which the next to go is looked for; 8 do nearly as well, 200 no better."""
 
-_USES = 4  # used once, twice, three times, more
+_USES = 3  # used once, twice, more
 _TAILS = 8  # octaves of distance from the end of the request
 _CLASSES = _USES * _TAILS
 _BINS_PER_OCTAVE = 4
 _OCTAVES = 12
 _BINS = _OCTAVES * _BINS_PER_OCTAVE
 _SPELLS = 256
+_MEMORY = 8  # when uses of so many times the longest wait are counted, all counts are halved, so that habits can change
 _LATER = np.triu(np.ones((_BINS, _BINS), dtype=bool))
 
 Counts = NDArray[np.float64]
@@ -66,12 +67,12 @@ class Waits:
     def __init__(self, longest: float) -> None:
         self._unit = longest / 2**_OCTAVES  # the first bin holds all shorter waits
         self._width = longest / (_SPELLS - 1)
+        self._most = _MEMORY * longest
         self._ended: Counts = np.zeros((_CLASSES, _BINS))
         self._lasting: Counts = np.zeros((_CLASSES, _SPELLS))  # by when they began, a ring
         self._newest = 0
         edges: Counts = self._unit * 2 ** (np.arange(_BINS) / _BINS_PER_OCTAVE)
         self._widths: Counts = np.diff(np.concatenate(([0.0], edges)))
-        self._edges = edges
         self.worth: list[list[float]] = [[1.0] * _BINS for _ in range(_CLASSES)]
 
     def bin(self, wait: float) -> int:
@@ -112,6 +113,8 @@ class Waits:
         rooms = room[:, None, 1:] - room[:, :-1, None]
         density = np.where(_LATER & (rooms > 0), uses / np.maximum(rooms, 1e-12), 0.0)
         self.worth = density.max(axis=2).tolist()
+        if self._ended.sum() > self._most:
+            self._ended /= 2
 
 
 class Adaptive:
@@ -134,7 +137,7 @@ class Adaptive:
         self._remembered = max(2 * pages, min(HISTORY_POOLS * pages, HISTORY_PAGES))
         self._tail_unit = max(1, pages // 4096)
         self._waits = Waits(HISTORY_POOLS * pages)
-        self._learns_every = max(16, pages // 8)
+        self._learns_every = max(64, pages // 32)
         self._learns_at = self._learns_every
 
     # -- what is asked for -------------------------------------------------------------------------------------------
@@ -156,7 +159,8 @@ class Adaptive:
         self._now += pages
         self._forget()
         if self._now >= self._learns_at:
-            self._learns_at = self._now + self._learns_every
+            # Each time is a smaller part of what is known already, so the cost per request goes to nothing.
+            self._learns_at = self._now + max(self._learns_every, self._now // 64)
             self._waits.learn(self._now)
 
     def released(self, node: Node) -> None:

@@ -274,6 +274,35 @@ def test_a_sequence_that_publishes_bit_by_bit_stays_one_node():
     assert cache.match_length(ids) == len(ids)
 
 
+def test_a_leaf_that_another_lease_ends_at_is_not_lengthened():
+    cache = make()
+    first = cache.acquire([1, 2, 3])
+    pages = cache.allocate(5)
+    cache.publish(first, [1, 2, 3], pages[:3])
+    second = cache.acquire([1, 2, 3, 9], limit=3)
+    cache.publish(first, [1, 2, 3, 4, 5], pages)
+    mine = second.pages + cache.allocate(1)
+    cache.publish(second, [1, 2, 3, 9], mine)
+    assert cache.match_length([1, 2, 3, 9]) == 4
+    assert cache.match_length([1, 2, 3, 4, 5, 9]) == 5
+    cache.check(0)
+
+
+def test_a_held_leaf_that_grows_stays_held_and_counted():
+    cache = make(policy="program")
+    lease = cache.acquire([1, 2], program="a")
+    pages = cache.allocate(6)
+    cache.publish(lease, [1, 2], pages)
+    cache.hold("a", 1000)
+    cache.publish(lease, [1, 2, 3, 4, 5, 6], pages)
+    assert cache.held_tokens == 6
+    cache.check(0)
+    cache.release(lease)
+    run(cache, [7] * 10)
+    cache.evict(10)
+    assert cache.match_length([1, 2, 3, 4, 5, 6]) == 6
+
+
 def test_release_and_publish_after_release_are_refused():
     cache = make()
     lease = cache.acquire([1, 2])
