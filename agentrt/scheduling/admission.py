@@ -1,14 +1,13 @@
 """The waiting requests, in the policy's order, and the bound on how long any of them can be passed over.
 
-Two bounds hold, whatever the policy and the load:
+Two bounds hold, whatever the policy, the priorities and the load:
 
-*Nobody is overtaken by a request that arrived more than `max_wait` seconds later.* Only the requests that arrived within
-`max_wait` of the oldest one are *open* to the policy; the others come after them. So the extra wait of a request, against
-first come first served, is at most the time it takes to serve what arrived in the `max_wait` seconds after it. A level of
-priority counts as `PRIORITY_SECONDS` of earlier arrival, so low priorities wait longer, and not for ever.
+*Of every `TURNS` admissions one goes to the oldest request that waits*, once that has waited longer than `max_wait`. So a request with k
+older ones before it is admitted after at most `max_wait` seconds and `TURNS` x (k + 1) admissions, where first come first served takes
+k + 1; and all the other admissions follow the policy, so that a long queue does not undo it.
 
-*No step looks at the whole queue.* A key is computed when its sequence opens and when a change of the tree touched the place where
-its match ends; of a bounded number in each step, the rest in the next. The key at the top is always up to date.
+*No step looks at the whole queue.* A key is computed when its sequence arrives and when a change of the tree touched the place where its
+match ends; of a bounded number in each step, the rest in the next. The key at the top is always up to date.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from agentrt.scheduling.policy import Key, Policy
 from agentrt.scheduling.sequence import Sequence
 from agentrt.scheduling.view import LiveView
 
-PRIORITY_SECONDS = 60.0
-"""Seconds of waiting that one level of priority is worth."""
+TURNS = 8
+"""Of so many admissions one is the oldest's, once it is overdue."""
 
 TOUCHED_PER_STEP = 64
 """Touched sequences that one step ranks anew: each is a match, and 10,000 may be touched at once."""
 
-OPENED_PER_STEP = 64
-"""Sequences that one step opens: 10,000 may arrive at once."""
+NEW_PER_STEP = 64
+"""New sequences that one step ranks: 10,000 may arrive at once."""
 
 TOP_LOOKS = 32
 """Outdated keys at the top that one admission puts in their place; after as many it takes what is there."""
@@ -44,19 +43,19 @@ class WaitingQueue:
         """Makes an empty queue.
 
         Args:
-            policy: Orders the open sequences.
+            policy: Orders the sequences.
             look: Gives the view of a sequence.
-            max_wait: By how many seconds a request that overtakes may be younger.
+            max_wait: Seconds of waiting after which the oldest gets its turns.
         """
         self._policy = policy
         self._look = look
         self._max_wait = max_wait
         self._waiting: dict[int, Sequence] = {}
-        self._later: list[tuple[float, int]] = []  # not open yet, by age
-        self._open_until = float("-inf")
-        self._ranks: dict[int, Rank] = {}  # of the open ones that are not parked
+        self._new: deque[int] = deque()  # not ranked yet
+        self._ranks: dict[int, Rank] = {}  # of those that are ranked and not parked
         self._heap: list[tuple[Rank, int]] = []
-        self._ages: list[tuple[float, int]] = []  # the same, by age
+        self._ages: list[tuple[float, int]] = []  # the same, by arrival
+        self._turns = 0  # admissions since the oldest had its turn
         self._listening: dict[Place, dict[int, Sequence]] = {}
         self._places: dict[int, tuple[Place, ...]] = {}
         self._touched: deque[dict[int, Sequence]] = deque()  # to be ranked anew
@@ -72,7 +71,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence that arrived, or was preempted; a preempted one keeps its arrival, and so its age."""
         self._waiting[sequence.sequence_id] = sequence
-        heapq.heappush(self._later, (_age(sequence), sequence.sequence_id))
+        self._new.append(sequence.sequence_id)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; nothing if it is not there."""
@@ -100,22 +99,22 @@ class WaitingQueue:
 
     @property
     def settled(self) -> bool:
-        """Whether every sequence that may be open is, and is ranked as of now."""
-        return not self._touched and not (self._later and self._later[0][0] <= self._open_until)
+        """Whether every sequence that is not parked is ranked as of now."""
+        return not self._touched and not self._new
 
     def refresh(self) -> None:
-        """Ranks what was touched and opens what has come of age, as much as one step may."""
+        """Ranks what was touched and what is new, as much as one step may."""
         self._rank_touched()
-        self._move_window()
-        looks = OPENED_PER_STEP
-        while looks and self._later and self._later[0][0] <= self._open_until:
-            _, sequence_id = heapq.heappop(self._later)
-            if sequence_id in self._waiting and sequence_id not in self._ranks:
-                self._rank(self._waiting[sequence_id])
-                looks -= 1
+        for _ in range(min(NEW_PER_STEP, len(self._new))):
+            sequence = self._waiting.get(self._new.popleft())
+            if sequence is not None:
+                self._rank(sequence)
 
-    def first(self) -> Sequence | None:
-        """The first of the open ones in the policy's order; None if all that are open are parked."""
+    def first(self, now: float) -> Sequence | None:
+        """Whose turn it is: the oldest's, or the policy's first; None if nobody is ranked."""
+        oldest = self._oldest()
+        if oldest is not None and self._turns >= TURNS - 1 and now - oldest.arrival > self._max_wait:
+            return oldest
         for _ in range(TOP_LOOKS):
             top = self._top()
             if top is None:
@@ -124,6 +123,23 @@ class WaitingQueue:
             if self._rank(top) == before:
                 return top
         return self._top()
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Takes out a sequence that was admitted, and counts turns."""
+        self._turns = 0 if sequence is self._oldest() else self._turns + 1
+        self.remove(sequence)
+
+    def turn_comes(self, now: float) -> float:
+        """When time alone will change whose turn it is; infinite if it will not."""
+        oldest = self._oldest()
+        if oldest is None or self._turns < TURNS - 1 or now - oldest.arrival > self._max_wait:
+            return float("inf")
+        return oldest.arrival + self._max_wait
+
+    def _oldest(self) -> Sequence | None:
+        while self._ages and self._ages[0][1] not in self._ranks:
+            heapq.heappop(self._ages)
+        return self._waiting[self._ages[0][1]] if self._ages else None
 
     def _top(self) -> Sequence | None:
         while self._heap:
@@ -145,23 +161,13 @@ class WaitingQueue:
                 self._rank(sequence)
                 looks -= 1
 
-    def _move_window(self) -> None:
-        """Opens the queue up to `max_wait` after the oldest sequence that is not parked."""
-        while self._ages and self._ages[0][1] not in self._ranks:
-            heapq.heappop(self._ages)
-        while self._later and self._later[0][1] not in self._waiting:
-            heapq.heappop(self._later)
-        oldest = min((heap[0][0] for heap in (self._ages, self._later) if heap), default=None)
-        if oldest is not None:
-            self._open_until = max(self._open_until, oldest + self._max_wait)
-
     def _rank(self, sequence: Sequence) -> Rank:
-        """Computes an open sequence's rank and puts it in the order; listens for what would change it."""
+        """Computes a sequence's rank and puts it in the order; listens for what would change it."""
         sequence_id = sequence.sequence_id
         view = self._look(sequence)
         rank = (-sequence.request.priority, self._policy(sequence, view))
         if sequence_id not in self._ranks:
-            heapq.heappush(self._ages, (_age(sequence), sequence_id))
+            heapq.heappush(self._ages, (sequence.arrival, sequence_id))
         if self._ranks.get(sequence_id) != rank:
             self._ranks[sequence_id] = rank
             heapq.heappush(self._heap, (rank, sequence_id))
@@ -175,7 +181,7 @@ class WaitingQueue:
             self._heap = [(rank, sequence_id) for sequence_id, rank in self._ranks.items()]
             heapq.heapify(self._heap)
         if len(self._ages) > 2 * len(self._ranks) + 64:
-            self._ages = [(_age(self._waiting[sequence_id]), sequence_id) for sequence_id in self._ranks]
+            self._ages = [(self._waiting[sequence_id].arrival, sequence_id) for sequence_id in self._ranks]
             heapq.heapify(self._ages)
 
     # -- listening to the tree ----------------------------------------------------------------------------------------
@@ -194,8 +200,3 @@ class WaitingQueue:
                 listeners.pop(sequence.sequence_id, None)
                 if not listeners:
                     del self._listening[place]
-
-
-def _age(sequence: Sequence) -> float:
-    """When it arrived, as far as its place in the window goes."""
-    return sequence.arrival - sequence.request.priority * PRIORITY_SECONDS

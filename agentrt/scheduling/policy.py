@@ -64,7 +64,7 @@ def dfs(sequence: Sequence, view: View) -> Key:
 def program(sequence: Sequence, view: View) -> Key:
     """The least work left in the whole program first: this call's uncached tokens, its output, and the calls still to come."""
     tag = sequence.request.program
-    work: float = len(sequence.token_ids) - view.cached_tokens
+    work = len(sequence.token_ids) - 2 * view.cached_tokens
     if tag is not None:
         work += tag.expected_calls * CALL_TOKENS
     return (work, sequence.arrival, sequence.sequence_id)

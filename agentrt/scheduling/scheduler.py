@@ -16,16 +16,21 @@ from agentrt.cache.prefix_cache import PrefixCache
 from agentrt.cache.radix_tree import Match
 from agentrt.errors import AgentrtError, ConstraintError, NumericalError, TooLongError
 from agentrt.request import FinishReason, TokenLogprob
+from agentrt.scheduling.absence import Absences
 from agentrt.scheduling.admission import WaitingQueue
 from agentrt.scheduling.growth import Growth
 from agentrt.scheduling.in_flight import InFlight
 from agentrt.scheduling.plan import Admission, Remap, Run, Sampled, StepOutput, StepPlan
-from agentrt.scheduling.policy import Policy
+from agentrt.scheduling.policy import Policy, program
 from agentrt.scheduling.sequence import Sequence, Status
 from agentrt.scheduling.view import Crowd, LiveView, ProgramWork
 
 #: Decoded tokens after which a sequence publishes, so that siblings and later turns can use them.
 PUBLISH_EVERY = 32
+
+#: Largest share of the pool that admission leaves to programs that will be back.
+import os
+ABSENT_SHARE = float(os.environ.get("AS","0.5"))
 
 #: Sequences that one step parks beside a sibling: 10,000 may wait for one prefix.
 PARKED_PER_STEP = 128
@@ -87,7 +92,7 @@ class Scheduler:
             budget: Bounds on a step.
             policy: Order of admission.
             clock: Seconds; the simulator gives a virtual one.
-            max_wait: Nobody is overtaken by a sequence that arrived more than this many seconds later.
+            max_wait: Seconds of waiting after which the oldest sequence gets every eighth admission.
             hold_seconds: How long the cache keeps a program's prefixes, softly, while its next call is expected.
         """
         self._cache = cache
@@ -97,6 +102,7 @@ class Scheduler:
         self._hold_seconds = hold_seconds
         self._in_flight = InFlight(cache.page_size)
         self._growth = Growth()
+        self._absences = Absences(hold_seconds, int(cache.pool.total * ABSENT_SHARE) if policy is program else 0)
         self._crowd = Crowd()
         self._work = ProgramWork()
         self._waiting = WaitingQueue(policy, self._view, max_wait)
@@ -142,6 +148,7 @@ class Scheduler:
         """Takes a new sequence; it waits. What its grammar forces at the beginning is fed with the prompt."""
         sequence.status = Status.WAITING
         self._quiet = False
+        self._absences.back(sequence)
         self._begin(sequence)
         if sequence.status is Status.WAITING:
             self._waiting.push(sequence)
@@ -181,12 +188,12 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, allowed: int) -> int:
         """Plans the sequence's run of at most `allowed` tokens; returns how many, 0 if none or if it had to give way."""
-        count = min(sequence.pending, allowed)
-        if count <= 0 or (sequence.drafted and count < sequence.pending):
+        start, pending = sequence.computed_tokens, sequence.pending
+        count = min(pending, allowed)
+        if count <= 0 or (sequence.drafted and count < pending):
             return 0
-        if not self._reserve(sequence, sequence.computed_tokens + count):
+        if start + count > len(sequence.pages) * self._page_size and not self._reserve(sequence, start + count):
             return 0
-        start = sequence.computed_tokens
         self._runs[sequence.sequence_id] = Run(
             sequence.sequence_id,
             tuple(sequence.token_ids[start : start + count]),
@@ -205,8 +212,6 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Sets pages aside for the first `tokens` tokens, preempting younger sequences if need be; False if it gave way itself."""
         count = self._pages_for(tokens) - len(sequence.pages)
-        if count <= 0:
-            return True
         while (pages := self._cache.allocate(count, sequence.pages[-1] if sequence.pages else None)) is None:
             victim = self._victim()
             if len(self._running) == 1:
@@ -237,11 +242,14 @@ class Scheduler:
     def _admit(self, left: int) -> list[Admission]:
         """Admits waiting sequences, in order, while there is budget, room and memory, and plans their first runs."""
         admitted: list[Admission] = []
+        if not len(self._waiting) or left <= 0 or len(self._running) >= self._budget.max_running:
+            return admitted
         self._waiting.refresh()
-        spare = self._cache.available_pages - self._promised()
+        now = self._clock()
+        spare = self._cache.available_pages - self._promised() - self._absences.pages(now)
         parked = 0
         while left > 0 and len(self._running) < self._budget.max_running and parked < PARKED_PER_STEP:
-            sequence = self._waiting.first()
+            sequence = self._waiting.first(now)
             if sequence is None:
                 break
             match = self._cache.match(sequence.key, sequence.reuse_limit)
@@ -281,7 +289,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> Admission:
         """Locks the sequence's cached prefix and makes it run."""
         lease = self._cache.acquire(sequence.key, limit=sequence.reuse_limit, program=sequence.program)
-        self._waiting.remove(sequence)
+        self._waiting.admitted(sequence)
         self._crowd.leave(sequence)
         sequence.lease = lease
         sequence.pages = list(lease.pages)
@@ -405,10 +413,11 @@ class Scheduler:
 
     def _tell(self, sequence: Sequence, logprobs: list[TokenLogprob]) -> Update:
         """What the caller has not been told yet. Forced tokens have probability 1."""
-        start = sequence.prompt_length + sequence.told
-        token_ids = tuple(sequence.token_ids[start : len(sequence.token_ids) - sequence.drafted])
+        untold = len(sequence.output_forced) - sequence.told
+        stop = len(sequence.token_ids) - sequence.drafted
+        token_ids = tuple(sequence.token_ids[stop - untold : stop])
         forced = tuple(sequence.output_forced[sequence.told :])
-        sequence.told = len(sequence.output_forced)
+        sequence.told += untold
         told: tuple[TokenLogprob, ...] = ()
         if sequence.request.sampling.logprobs is not None:
             sampled = iter(logprobs)
@@ -434,10 +443,15 @@ class Scheduler:
 
     # -- many plain decodes at once, for a simulation -------------------------------------------------------------------
 
+    @property
+    def calm_until(self) -> float:
+        """When time alone may change what `calm_steps` says."""
+        return self._waiting.turn_comes(self._clock())
+
     def calm_steps(self) -> int:
         """How many coming steps are sure to give every running sequence one sampled token and to change nothing else.
 
-        In these nobody arrives (the caller knows), is admitted, ends by length, publishes or needs a page.
+        In these nobody arrives (the caller knows), is admitted (before `calm_until`), ends by length, publishes or needs a page.
         """
         blocked = self._quiet and self._waiting.settled
         if self._ended or (len(self._waiting) and not blocked) or not 0 < len(self._running) <= self._budget.step_tokens:
@@ -535,6 +549,7 @@ class Scheduler:
         tag = sequence.request.program
         if tag is not None and tag.expected_calls:
             self._cache.hold(tag.program, self._hold_seconds)
+            self._absences.leave(sequence, self._pages_for(len(sequence.token_ids)), self._clock())
 
     def _restart(self, sequence: Sequence, violations: tuple[str, ...]) -> Update:
         """Begins an answer that failed its final check anew, with another seed, as often as the request allows."""
@@ -565,6 +580,8 @@ class Scheduler:
         size = self._page_size
         if size == 1 or start >= stop:
             return tuple(sequence.pages[start:stop])
+        if stop - start == 1:
+            return (sequence.pages[start // size] * size + start % size,)
         first = start // size
         pages = sequence.pages[first : self._pages_for(stop)]
         slots = itertools.chain.from_iterable(range(page * size, page * size + size) for page in pages)

@@ -274,7 +274,7 @@ class Simulator:
         live = [self._live[sequence.sequence_id] for sequence in self._scheduler.sequences()]
         steps = min(steps, *(len(one.record.call.output) - one.sequence.output_length - 1 for one in live))
         shape = StepShape.of((one.sequence.computed_tokens, 1) for one in live)
-        due = self._due[0][0] if self._due else float("inf")
+        due = min(self._scheduler.calm_until, self._due[0][0] if self._due else float("inf"))
         taken, seconds = 0, []
         now = self._clock.now
         while taken < steps and now < due:

@@ -235,7 +235,9 @@ def shared_prefixes(
 
 
 def known_in_advance(trace: Trace, seed: int = 0) -> Trace:
-    """The same calls as one batch: all submitted at once, in random order, none waiting for another's answer."""
-    order = np.random.default_rng(seed).permutation(len(trace.calls))
-    calls = [replace(trace.calls[old], call_id=new, at=0.0, after=(), hold=0.0, last=False, program=None) for new, old in enumerate(order)]
-    return Trace(f"{trace.name}, known in advance", tuple(calls), trace.page_size)
+    """The prompts of a trace as one batch: all submitted at once, in random order, each with an answer that no other prompt has in it."""
+    writer = Writer(np.random.default_rng(seed))
+    order = writer.random.permutation(len(trace.calls)).tolist()
+    calls = [trace.calls[old] for old in order]
+    batch = [Call(number, 0.0, call.prompt, (*writer.text(len(call.output) - 1), END), salt=call.salt) for number, call in enumerate(calls)]
+    return Trace(f"{trace.name}, known in advance", tuple(batch), trace.page_size)

@@ -12,6 +12,7 @@ from agentrt.cache.eviction import eviction_policy
 from agentrt.cache.page_pool import PagePool
 from agentrt.cache.prefix_cache import PrefixCache
 from agentrt.request import FinishReason, Request, SamplingParams
+from agentrt.scheduling.admission import TURNS
 from agentrt.scheduling.policy import POLICIES
 from agentrt.scheduling.scheduler import Budget, Scheduler
 from agentrt.scheduling.sequence import Sequence
@@ -149,26 +150,28 @@ def test_the_next_turn_reuses_generated_tokens(model):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_nobody_is_overtaken_by_who_arrived_more_than_the_bound_later(model, policy):
-    """An adversary always brings longer matches, faster than they can be served; lpm alone would starve the lonely one."""
+def test_the_oldest_gets_its_turns_while_better_ones_keep_coming(model, policy):
+    """An adversary always brings longer matches and higher priorities, faster than they can be served."""
     clock = Clock()
     scheduler, cache = make_scheduler(pages=400, step_tokens=64, max_running=2, policy=policy, max_wait=10.0, clock=clock)
     hot = list(range(30))
     scheduler.add(make_sequence(hot, max_tokens=1))
     run_all(scheduler, cache, model)
-    lonely = make_sequence([45] * 20, max_tokens=4, arrival=clock.now)
-    scheduler.add(lonely)
+    lonely = [make_sequence([45 + n] * 20, max_tokens=4, arrival=clock.now) for n in range(3)]
     stream = []
-    while lonely.first_admission is None:
+    for sequence in lonely:
+        scheduler.add(sequence)
+    while any(sequence.first_admission is None for sequence in lonely):
         clock.now += 1.0
         for n in range(3):
-            stream.append(make_sequence([*hot, n, int(clock.now) % 50], max_tokens=3, arrival=clock.now))
+            stream.append(make_sequence([*hot, n, int(clock.now) % 50], max_tokens=3, arrival=clock.now, priority=n))
             scheduler.add(stream[-1])
         step(scheduler, cache, model)
-        assert clock.now < 100, "it starves"
-    before = [other for other in stream if other.first_admission is not None and other.first_admission < lonely.first_admission]
-    assert all(other.arrival <= lonely.arrival + 10 for other in before)
-    assert policy != "lpm" or len(before) > 10  # the policy had its way until then
+        assert clock.now < 200, "it starves"
+    for older, sequence in enumerate(lonely):
+        overtook = [s for s in stream if s.first_admission is not None and 10 < s.first_admission < sequence.first_admission]
+        assert len(overtook) <= TURNS * (older + 1)
+    assert lonely[0].first_admission > 10  # the policy had its way until then
     run_all(scheduler, cache, model)
 
 
