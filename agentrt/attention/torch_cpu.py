@@ -1,9 +1,9 @@
 """Attention over the paged store in plain torch operators, on any device: the fallback that is always there.
 
 What is the same for all layers (which slots each run reads, and its mask) is worked out once a step and kept in
-``batch.prepared``. Long runs, and runs whose slots are neighbours, are attended to one by one, the latter on views of
-the store; short runs with scattered slots are gathered and padded into one call. A prefix that several runs share is
-read once for all of them and merged with what each reads alone. Padding is masked, so no run ever sees another's tokens.
+``batch.prepared``. Long runs, and runs with long contexts in neighbouring slots, are attended to one by one, the latter
+on views of the store; other short runs are gathered and padded into one call. A prefix that several runs share is read
+once for all of them and merged with what each reads alone. Padding is masked: no run ever sees another's tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch import Tensor
 from agentrt.attention.base import AttentionBatch, AttentionSpec
 from agentrt.attention.dense import attend, attend_with_lse
 
-SHORT_RUN = 8  #: Runs of up to so many tokens are gathered and padded together, if their slots are scattered.
+SHORT_RUN = 8  #: Runs of up to so many new tokens may be gathered and padded together.
+VIEW_TOKENS = (
+    128  #: Short runs that read fewer are padded together too: calls of their own would cost more than the copy.
+)
 PADDING = 1.25  #: How much longer than the shortest the longest sequence of a padded call may be.
 SHARED_TOKENS = 64  #: A shared prefix shorter than this is not worth a merge.
 
@@ -244,14 +247,13 @@ def _take_prefixes(runs: list[_Run], batch: AttentionBatch) -> Iterator[_Prefix]
 def _parts(runs: list[_Run], window: int | None, dtype: torch.dtype) -> Iterator[_Single | _Padded]:
     short: dict[int, list[_Run]] = defaultdict(list)
     for run in runs:
-        slots = _neighbours(run.slots)
-        if run.new > SHORT_RUN or slots is not None:
-            yield _single(run, run.slots if slots is None else slots, window, dtype)
+        if run.new > SHORT_RUN or (run.slots.shape[0] >= VIEW_TOKENS and _neighbours(run.slots) is not None):
+            yield _single(run, window, dtype)
         else:
             short[run.new].append(run)
     for alike in short.values():
         for group in _alike(alike):
-            yield _padded(group, window, dtype) if len(group) > 1 else _single(group[0], group[0].slots, window, dtype)
+            yield _padded(group, window, dtype) if len(group) > 1 else _single(group[0], window, dtype)
 
 
 def _neighbours(slots: Tensor) -> slice | None:
@@ -264,7 +266,9 @@ def _neighbours(slots: Tensor) -> slice | None:
     return slice(first, first + count)
 
 
-def _single(run: _Run, slots: slice | Tensor, window: int | None, dtype: torch.dtype) -> _Single:
+def _single(run: _Run, window: int | None, dtype: torch.dtype) -> _Single:
+    neighbours = _neighbours(run.slots)
+    slots = run.slots if neighbours is None else neighbours
     whole_window = window is None or run.context + run.new <= window
     if whole_window and (run.new == 1 or run.context == 0):
         return _Single(run.rows, slots, mask=None, causal=run.new > 1)

@@ -50,8 +50,8 @@ def _interface(
     if others.get("s_aux") is not None or not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} attends in a way that agentrt does not (sinks, or both directions)")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return _attend.get()(*rows, AttentionSpec(scale, sliding_window, softcap)).unsqueeze(0), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return _attend.get()(q, k, v, AttentionSpec(scale, sliding_window, softcap)).unsqueeze(0), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _interface)
@@ -85,13 +85,15 @@ class AdaptedModel:
             layer += 1  # Layers call in order; not every model numbers them.
             return attention(q, k, v, store[layer], batch, spec)
 
-        return _run(self._body, token_ids, positions, attend).last_hidden_state[0]
+        hidden: Tensor = _run(self._body, token_ids, positions, attend).last_hidden_state
+        return hidden[0]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [rows, vocab_size] in float32 of hidden states [rows, width], capped and scaled as the model does."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        return self._head(inputs_embeds=None, input_ids=ids, hidden=hidden[None], use_cache=False).logits[0].float()
+        logits: Tensor = self._head(inputs_embeds=None, input_ids=ids, hidden=hidden[None], use_cache=False).logits
+        return logits[0].float()
 
 
 def load_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> AdaptedModel:
@@ -121,9 +123,10 @@ def _adapt(model: Any) -> AdaptedModel:
 
 
 def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    factory: Any = transformers.AutoModelForCausalLM
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = factory.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="eager",
@@ -164,8 +167,8 @@ class _Recorder:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self.seen.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), spec))
-        heads = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-        return scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 def _shape(model: Any, probe: Tensor) -> ModelConfig:
