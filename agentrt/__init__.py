@@ -75,6 +75,14 @@ _HOME: dict[str, str] = {
     "InvalidValueError": "agentrt.lang.values",
     "BudgetError": "agentrt.lang.run",
     "resume": "agentrt.lang.saving",
+    "flush_cache": "agentrt.lang.default_engine",
+    "get_server_info": "agentrt.lang.default_engine",
+    "Runtime": "agentrt.runtime",
+    "RuntimeEndpoint": "agentrt.backends.remote",
+    "OpenAI": "agentrt.backends.remote",
+    "Anthropic": "agentrt.backends.remote",
+    "ScriptedBackend": "agentrt.backends.scripted",
+    "Answer": "agentrt.backends.scripted",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
@@ -101,6 +109,11 @@ _backend.set_default_factory(_default_engine)
 
 if TYPE_CHECKING:
     from agentrt.backend import set_default_backend as set_default_backend
+    from agentrt.backends.remote import Anthropic as Anthropic
+    from agentrt.backends.remote import OpenAI as OpenAI
+    from agentrt.backends.remote import RuntimeEndpoint as RuntimeEndpoint
+    from agentrt.backends.scripted import Answer as Answer
+    from agentrt.backends.scripted import ScriptedBackend as ScriptedBackend
     from agentrt.config import EngineConfig as EngineConfig
     from agentrt.errors import AbortedError as AbortedError
     from agentrt.errors import AgentrtError as AgentrtError
@@ -118,6 +131,8 @@ if TYPE_CHECKING:
     from agentrt.lang.agent import StepsError as StepsError
     from agentrt.lang.agent import agent_loop as agent_loop
     from agentrt.lang.agent import tool_call as tool_call
+    from agentrt.lang.default_engine import flush_cache as flush_cache
+    from agentrt.lang.default_engine import get_server_info as get_server_info
     from agentrt.lang.expressions import assistant as assistant
     from agentrt.lang.expressions import assistant_begin as assistant_begin
     from agentrt.lang.expressions import assistant_end as assistant_end
@@ -161,3 +176,4 @@ if TYPE_CHECKING:
     from agentrt.request import TokenLogprob as TokenLogprob
     from agentrt.request import Usage as Usage
     from agentrt.runtime import Engine as Engine
+    from agentrt.runtime import Runtime as Runtime

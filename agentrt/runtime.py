@@ -238,3 +238,20 @@ class Engine(LocalBackend):
 def _score(completion: Completion) -> Score:
     tokens = completion.prompt_logprobs or ()
     return Score(sum(token.logprob or 0.0 for token in tokens), tokens)
+
+
+class Runtime(Engine):
+    """An engine under SGLang's name for one: ``Runtime(model_path=...)`` and ``shutdown()``. It needs no server and no port."""
+
+    def __init__(self, model_path: str | None = None, **options: Any) -> None:
+        """Starts an engine.
+
+        Args:
+            model_path: As `Engine`'s ``model``.
+            **options: As for `Engine`.
+        """
+        super().__init__(model_path, **options)
+
+    def shutdown(self) -> None:
+        """The same as ``close()``."""
+        self.close()

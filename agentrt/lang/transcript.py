@@ -16,6 +16,7 @@ otherwise what lies wholly beyond the text is cut, and an id that straddles the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -133,14 +134,15 @@ class Transcript:
         kinds.extend(bytes((SAMPLED,)) * (len(ids) - len(kinds)))
         self._note_logprobs([t.logprob or 0.0 for t in sample.logprobs or ()])
         self.ended = None
-        if ids and sample.finish_reason is FinishReason.STOP and ids[-1] in ends:
+        stopped = bool(ids) and sample.finish_reason is FinishReason.STOP
+        if stopped and (ids[-1] in ends or tokenizer.token_bytes(ids[-1]) is None):
             self.ended = ids.pop()
             kinds.pop()
         start = len(self.ids)
         self.ids += ids
         self.kinds += kinds
         if isinstance(sample.stop_match, str):
-            self.overhang = _overhang(ids, start, healed + sample.text.encode(), tokenizer)
+            self.overhang = _overhang(ids, start, healed.decode("utf-8", "replace") + sample.text, tokenizer)
 
     def _note_logprobs(self, logprobs: Collection[float]) -> None:
         start = len(self.ids)
@@ -166,15 +168,10 @@ def _merged(pieces: list[Piece]) -> list[Piece]:
     return merged
 
 
-def _overhang(ids: list[int], start: int, text: bytes, tokenizer: Tokenizer) -> Overhang | None:
+def _overhang(ids: list[int], start: int, text: str, tokenizer: Tokenizer) -> Overhang | None:
     """Finds where the text ends among the ids that began at `start`; None if it ends with them."""
-    lengths = [len(tokenizer.token_bytes(i) or b"") for i in ids]
-    total, keep = sum(lengths), len(ids)
-    if total <= len(text):
+    whole = tokenizer.decode(ids)
+    if len(whole) <= len(text) or not whole.startswith(text):
         return None
-    before = total
-    while keep and before - lengths[keep - 1] >= len(text):
-        before -= lengths[keep - 1]
-        keep -= 1
-    whole = b"".join(tokenizer.token_bytes(i) or b"" for i in ids)
-    return Overhang(whole[len(text) :].decode("utf-8", "replace"), start + keep, before > len(text))
+    keep = bisect_left(range(len(ids)), True, key=lambda count: tokenizer.decode(ids[:count]).startswith(text))
+    return Overhang(whole[len(text) :], start + keep, tokenizer.decode(ids[:keep]) != text)
