@@ -7,7 +7,7 @@ per-request memory stands here (`Limits`), with the reason for its default.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from agentrt.errors import UserError
 
@@ -19,6 +19,11 @@ Eviction = Literal["lru", "lfu", "slru", "adaptive", "program"]
 def _at_least(name: str, value: float | None, low: float) -> None:
     if value is not None and not value >= low:
         raise UserError(f"{name} is {value!r}; it must be at least {low:g}", param=name)
+
+
+def _one_of(name: str, value: str, kind: object) -> None:
+    if value not in get_args(kind):
+        raise UserError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _at_least("kv_tokens", self.kv_tokens, 1)
         _at_least("page_size", self.page_size, 1)
+        _one_of("eviction", self.eviction, Eviction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,7 @@ class SchedulerConfig:
         _at_least("step_tokens", self.step_tokens, 1)
         _at_least("prefill_tokens", self.prefill_tokens, 1)
         _at_least("max_running", self.max_running, 1)
+        _one_of("policy", self.policy, Policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +131,11 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, Dtype)
+        _at_least("threads", self.threads, 1)
+        _at_least("max_context", self.max_context, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

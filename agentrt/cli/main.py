@@ -19,7 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 models_app = typer.Typer(help="What models there are, where, and how large.", invoke_without_command=True)
+schema_app = typer.Typer(help="What a JSON Schema would do to a request.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.add_typer(schema_app, name="schema")
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help="Short name, folder, .gguf file or hf:org/name.", show_default="smollm2-135m")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
@@ -113,6 +115,69 @@ def remove(name: Annotated[str, typer.Argument(help="Short name.")]) -> None:
     from agentrt.cli.models import remove as command
 
     command(name)
+
+
+@schema_app.command()
+def check(file: Annotated[str, typer.Argument(help="A file; '-' reads standard input.")]) -> None:
+    """Prints what is enforced, checked or refused, keyword by keyword."""
+    from agentrt.cli.schema import check as command
+
+    raise typer.Exit(command(file))
+
+
+@schema_app.command(name="compile")
+def compile_schemas(files: Annotated[list[str], typer.Argument(help="Files; '-' reads standard input.")]) -> None:
+    """Compiles schemas ahead of time to automata, where requests with engine="fsm" find them."""
+    from agentrt.cli.schema import compile_files
+
+    compile_files(files)
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to bind.", rich_help_panel="Where")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel="Where")] = 8000,
+    api_key: Annotated[str | None, typer.Option(help="What clients must send.", envvar="AGENTRT_API_KEY", rich_help_panel="Where")] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Names that requests may use; can be repeated.", rich_help_panel="Where")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel="Engine")] = "auto",
+    max_total_tokens: Annotated[int | None, typer.Option(help="Token slots of the KV store.", rich_help_panel="Engine")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Most sequences in one step.", rich_help_panel="Engine")] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="Most new tokens in one step.", rich_help_panel="Engine")] = None,
+    schedule_policy: Annotated[str | None, typer.Option(help="fcfs, lpm, dfs or program.", rich_help_panel="Engine")] = None,
+    no_radix_cache: Annotated[bool, typer.Option("--no-radix-cache", help="Keep no prefixes.", rich_help_panel="Engine")] = False,
+    max_queued: Annotated[int, typer.Option(help="Waiting requests before 503.", rich_help_panel="Requests")] = 1024,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for what runs, after SIGTERM.", rich_help_panel="Requests")] = 30.0,
+    tool_format: Annotated[str, typer.Option(help="How the model writes calls; auto: from its template.", rich_help_panel="Requests")] = "auto",
+    named_tool_finish: Annotated[str, typer.Option(help="stop or tool_calls.", rich_help_panel="Requests")] = "stop",
+    log_format: Annotated[str, typer.Option(help="text or json.", rich_help_panel="Requests")] = "text",
+) -> None:
+    """Serves a model in OpenAI's protocol, with tools, schemas and an inspector."""
+    from agentrt.cli.serve import run
+    from agentrt.config import ServerConfig
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_key=api_key,
+        model_names=tuple(served_model_name or ()),
+        tool_format=tool_format,
+        named_tool_finish=named_tool_finish,  # type: ignore[arg-type]
+        queued=max_queued,
+        drain_seconds=drain_timeout,
+        log_format=log_format,  # type: ignore[arg-type]
+    )
+    status = run(
+        model,
+        config,
+        dtype=dtype,
+        kv_tokens=max_total_tokens,
+        max_running=max_running,
+        step_tokens=chunk_size,
+        policy=schedule_policy,
+        prefix_cache=not no_radix_cache,
+    )
+    raise typer.Exit(status)
 
 
 def main() -> None:
