@@ -43,7 +43,7 @@ def _masks(sequence: Sequence) -> NDArray[np.int32]:
     """int32 [1 + drafted, words]."""
     cursor = sequence.cursor
     assert isinstance(cursor, GrammarCursor)
-    masks = [cursor.allowed()]
+    masks = [_without_excluded(sequence, cursor.allowed())]
     taken = 0
     for guess in sequence.token_ids[len(sequence.token_ids) - sequence.drafted :]:
         if not cursor.advance(guess):
@@ -53,3 +53,15 @@ def _masks(sequence: Sequence) -> NDArray[np.int32]:
     cursor.rollback(taken)
     masks.extend([masks[-1]] * (1 + sequence.drafted - len(masks)))
     return np.stack(masks)
+
+
+def _without_excluded(sequence: Sequence, mask: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The mask without tokens that led to an answer which failed, unless nothing else is left."""
+    output = sequence.token_ids[sequence.prompt_length : len(sequence.token_ids) - sequence.drafted]
+    banned = [token for before, token in sequence.excluded if before == output]
+    if not banned:
+        return mask
+    left = mask.copy()
+    for token in banned:
+        left.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+    return left if left.any() else mask

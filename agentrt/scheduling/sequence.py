@@ -105,6 +105,7 @@ class Sequence:
         passes_saved: Tokens that came without a pass of their own.
         preemptions: Times it had to give its pages back.
         resamples: Times its answer was begun anew.
+        excluded: For a greedy one, (output so far, token) pairs that led to an answer that failed its final check.
         finish_reason: Why it ended.
         stop_match: The stop that ended it.
         error: Why it failed.
@@ -136,6 +137,7 @@ class Sequence:
     passes_saved: int = 0
     preemptions: int = 0
     resamples: int = 0
+    excluded: list[tuple[list[int], int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     error: AgentrtError | None = None
@@ -218,3 +220,16 @@ class Sequence:
         first = self._score_start - 1 + len(self.scores)  # the position whose logits give the next score
         last = min(start + count, self.prompt_length - 1)
         return tuple(position - start for position in range(max(first, start), last))
+
+    def exclude_answer(self) -> None:
+        """Rules the present answer out for the next try: one of its free tokens may not be chosen again at its place.
+
+        Each try takes an earlier place, so that few tries reach both what was decided late and what was decided early.
+        """
+        free = [at for at, forced in enumerate(self.output_forced) if not forced]
+        if not free:
+            return
+        tries = self.request.sampling.max_resamples + 1
+        at = free[len(free) * (tries - 1 - self.resamples) // tries]
+        output = self.token_ids[self.prompt_length :]
+        self.excluded.append((output[:at], output[at]))

@@ -155,6 +155,22 @@ def test_what_needs_a_final_check_is_held_back_and_resampled(engine):
     assert resamples > 0
 
 
+def test_a_greedy_retry_excludes_what_failed(engine):
+    """Greedy decoding would say the same again; each retry must be another document, until one passes."""
+    failures = 0
+    for prompt in range(12):
+        sampling = SamplingParams(json_schema=UNIQUE, temperature=0, max_resamples=30, max_tokens=60)
+        try:
+            completion = engine.generate([prompt, 6], sampling)
+        except agentrt.ConstraintError:
+            failures += 1
+            continue
+        if completion.finish_reason is FinishReason.STOP:
+            jsonschema.validate(json.loads(completion.text), UNIQUE)
+        assert engine.generate([prompt, 6], sampling).text == completion.text
+    assert failures <= 6
+
+
 def test_an_output_that_never_passes_fails_and_names_the_keyword(engine):
     impossible = UNIQUE | {"contains": {"const": 99}}
     with pytest.raises((agentrt.ConstraintError, agentrt.GrammarError), match="contains"):
