@@ -66,7 +66,7 @@ def program(sequence: Sequence, view: View) -> Key:
     tag = sequence.request.program
     work = len(sequence.token_ids) - 2 * view.cached_tokens
     if tag is not None:
-        work += tag.expected_calls * CALL_TOKENS
+        work += tag.expected_calls * CALL_TOKENS * max(tag.will_fork, 1)
     return (work, sequence.arrival, sequence.sequence_id)
 
 

@@ -29,8 +29,7 @@ from agentrt.scheduling.view import Crowd, LiveView, ProgramWork
 PUBLISH_EVERY = 32
 
 #: Largest share of the pool that admission leaves to programs that will be back.
-import os
-ABSENT_SHARE = float(os.environ.get("AS","0.5"))
+ABSENT_SHARE = 0.5
 
 #: Sequences that one step parks beside a sibling: 10,000 may wait for one prefix.
 PARKED_PER_STEP = 128
@@ -102,7 +101,9 @@ class Scheduler:
         self._hold_seconds = hold_seconds
         self._in_flight = InFlight(cache.page_size)
         self._growth = Growth()
-        self._absences = Absences(hold_seconds, int(cache.pool.total * ABSENT_SHARE) if policy is program else 0)
+        reserved = int(cache.pool.total * ABSENT_SHARE) if policy is program else 0
+        self._absences = Absences(hold_seconds, reserved, cache.pool.total * cache.page_size)
+        self._planned_at = 0.0
         self._crowd = Crowd()
         self._work = ProgramWork()
         self._waiting = WaitingQueue(policy, self._view, max_wait)
@@ -148,7 +149,7 @@ class Scheduler:
         """Takes a new sequence; it waits. What its grammar forces at the beginning is fed with the prompt."""
         sequence.status = Status.WAITING
         self._quiet = False
-        self._absences.back(sequence)
+        self._absences.back(sequence, self._clock())
         self._begin(sequence)
         if sequence.status is Status.WAITING:
             self._waiting.push(sequence)
@@ -166,6 +167,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Chooses the next step; None if no sequence has anything to compute."""
+        self._planned_at = self._clock()
         self._runs = {}
         self._closed = False
         left = self._budget.step_tokens
@@ -323,6 +325,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Update]:
         """Takes in a step's output: appends tokens, publishes KV, ends what has ended."""
+        self._absences.step(plan.tokens, self._clock() - self._planned_at)
         updates = [self._commit_run(self._running[run.sequence_id], run, output.sampled[run.sequence_id]) for run in plan.runs]
         return self.take_ended() + updates
 
@@ -552,13 +555,16 @@ class Scheduler:
             self._absences.leave(sequence, self._pages_for(len(sequence.token_ids)), self._clock())
 
     def _restart(self, sequence: Sequence, violations: tuple[str, ...]) -> Update:
-        """Begins an answer that failed its final check anew, with another seed, as often as the request allows."""
+        """Begins an answer that failed its final check anew, as often as the request allows: with another seed, or, where the
+        same tokens would be chosen again, without the answers that failed."""
         if sequence.resamples >= sequence.request.sampling.max_resamples or sequence.watch is None:
             what = "; ".join(violations[:3])
             message = f"after {sequence.resamples + 1} tries the output still fails its final check: {what}"
             return self._fail(sequence, ConstraintError(message, violations=violations))
         self._waiting.remove(sequence)
         self._leave(sequence)
+        if sequence.request.sampling.temperature == 0:
+            sequence.exclude_answer()
         del sequence.token_ids[sequence.prompt_length :]
         sequence.output_forced.clear()
         sequence.told = 0

@@ -125,20 +125,20 @@ def react(script: Script, shared: Text) -> None:
 
 
 def tree_of_thought(script: Script, shared: Text) -> None:
-    """From the two best of the thoughts so far, 3 new ones each, 2 to 5 levels deep; a vote after each level."""
+    """From the 3 best of the thoughts so far, 5 new ones each; a vote after each level, until one solves it: 1 to 8 levels."""
     writer = script.writer
-    depth = int(writer.random.integers(2, 6))
+    depth = min(int(writer.random.geometric(0.35)), 8)
     root = (*shared, *writer.text(writer.about(200)))
     frontier: list[tuple[Text, list[Call]]] = [(root, [])]
     for level in range(depth):
         left = 2 * (depth - level) - 1
         thoughts = [
-            script.call(text, 80, after=before, branch=f"{level}.{number}", left=left, fork=3)
-            for number, (text, before) in enumerate(one for one in frontier for _ in range(3))
+            script.call(text, 80, after=before, branch=f"{level}.{number}", left=left, fork=5)
+            for number, (text, before) in enumerate(one for one in frontier for _ in range(5))
         ]
         ballot = (*root, *(token for thought in thoughts for token in thought.output))
-        vote = script.call(ballot, 10, after=thoughts, branch=f"{level}.vote", left=left - 1)
-        best = writer.random.permutation(len(thoughts))[:2]
+        vote = script.call(ballot, 10, after=thoughts, branch=f"{level}.vote", left=left - 1, fork=5)
+        best = writer.random.permutation(len(thoughts))[:3]
         frontier = [(_after(thoughts[number]), [vote]) for number in best]
 
 
