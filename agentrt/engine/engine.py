@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import Any
 
 from agentrt.backend import FlushReport, Load, Tokenizer
@@ -21,9 +22,11 @@ from agentrt.engine.masks import MaskMaker
 from agentrt.engine.output import SampleOutput
 from agentrt.errors import AbortedError, AgentrtError
 from agentrt.grammar.compiler import CompiledGrammar
+from agentrt.grammar.healing import HealingCursor
+from agentrt.grammar.vocabulary import vocabulary_of
 from agentrt.request import FinishReason, Request, TokenDelta, Usage
 from agentrt.scheduling.scheduler import Scheduler, Update
-from agentrt.scheduling.sequence import Sequence
+from agentrt.scheduling.sequence import Cursor, Sequence
 
 
 class EngineCore:
@@ -85,12 +88,20 @@ class EngineCore:
             self._scheduler.add(sequence)
 
     def _output(self, request: Request, grammar: CompiledGrammar | None) -> SampleOutput:
-        if grammar is None:
-            return SampleOutput(self._tokenizer, request.sampling)
-        verify = grammar.verify if grammar.checked else None
-        return SampleOutput(self._tokenizer, request.sampling, new_cursor=grammar.cursor, verify=verify)
+        verify = grammar.verify if grammar is not None and grammar.checked else None
+        new_cursor = partial(self._cursor, request, grammar)
+        return SampleOutput(self._tokenizer, request.sampling, skip=len(request.prompt_tail), new_cursor=new_cursor, verify=verify)
 
-    def _sequence(self, request: Request, index: int, output: SampleOutput, grammar: CompiledGrammar | None, now: float) -> Sequence:
+    def _cursor(self, request: Request, grammar: CompiledGrammar | None) -> Cursor | None:
+        """A cursor at the beginning of what the request's output must satisfy; None if it is free."""
+        inner = None if grammar is None else grammar.cursor()
+        if request.prompt_tail:
+            return HealingCursor(request.prompt_tail, vocabulary_of(self._tokenizer), inner)
+        return inner
+
+    def _sequence(
+        self, request: Request, index: int, output: SampleOutput, grammar: CompiledGrammar | None, now: float
+    ) -> Sequence:
         sampling = request.sampling
         limit = self._max_length if sampling.max_tokens is None else len(request.prompt_ids) + sampling.max_tokens
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
@@ -104,7 +115,7 @@ class EngineCore:
             max_length=min(limit, self._max_length),
             end_ids=ends,
             watch=output,
-            cursor=None if grammar is None else grammar.cursor(),
+            cursor=self._cursor(request, grammar),
         )
 
     def abort(self, request_id: str, error: AgentrtError | None = None) -> None:

@@ -23,7 +23,8 @@ class SampleOutput:
         tokenizer: Tokenizer,
         sampling: SamplingParams,
         *,
-        new_cursor: Callable[[], Cursor] | None = None,
+        skip: int = 0,
+        new_cursor: Callable[[], Cursor | None] | None = None,
         verify: Callable[[str], list[str]] | None = None,
     ) -> None:
         """Makes an empty output.
@@ -31,18 +32,20 @@ class SampleOutput:
         Args:
             tokenizer: Gives the bytes of tokens.
             sampling: Says what stops it.
+            skip: Bytes at the beginning that complete the prompt's text, and are not the answer's.
             new_cursor: Gives a cursor at the beginning of the grammar, for another try.
             verify: The final check of the complete text; None if it needs none.
         """
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._skip = skip
         self._new_cursor = new_cursor
         self._verify = verify
         self._begin()
 
     def _begin(self) -> None:
         sampling = self._sampling
-        self._detokenizer = Detokenizer(self._tokenizer)
+        self._detokenizer = Detokenizer(self._tokenizer, self._skip)
         stops = sampling.stop or sampling.stop_regex
         self._matcher = StopMatcher(sampling.stop, sampling.stop_regex, sampling.include_stop) if stops else None
         self._length = 0

@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentrt.cache.prefix_cache import PrefixLease
 from agentrt.cache.radix_tree import PrefixKey
 from agentrt.errors import AgentrtError
@@ -43,6 +46,10 @@ class Cursor(Protocol):
     @property
     def finished(self) -> bool:
         """Whether nothing but an end token may follow."""
+        ...
+
+    def allowed(self) -> NDArray[np.int32]:
+        """The tokens that may follow: int32 [words], bit i of word w for token 32 w + i."""
         ...
 
     def advance(self, token_id: int) -> bool:

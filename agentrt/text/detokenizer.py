@@ -18,14 +18,16 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """The text of one sequence; not thread-safe."""
 
-    __slots__ = ("_bytes_of", "_decoder", "_pending", "_text_of")
+    __slots__ = ("_bytes_of", "_decoder", "_pending", "_skip", "_text_of")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip: int = 0) -> None:
         """Starts with no text.
 
         Args:
             tokenizer: Whose ids will come.
+            skip: Bytes at the beginning that are not part of the text (they complete a prompt's).
         """
+        self._skip = skip
         if isinstance(tokenizer, native.Tokenizer):
             self._text_of: Sequence[str | None] | None = tokenizer.table.text_of
             self._bytes_of: Callable[[int], bytes | None] = tokenizer.table.bytes_of.__getitem__
@@ -43,13 +45,17 @@ class Detokenizer:
         Returns:
             The characters that it made complete. Bytes that can be part of no character become U+FFFD.
         """
-        if self._text_of is not None and not self._pending:
+        if self._text_of is not None and not self._pending and not self._skip:
             text = self._text_of[token_id]
             if text is not None:
                 return text
         content = self._bytes_of(token_id)
         if content is None:
             return ""
+        if self._skip:
+            skipped = min(self._skip, len(content))
+            self._skip -= skipped
+            content = content[skipped:]
         text = self._decoder.decode(content)
         self._pending = bool(self._decoder.getstate()[0])
         return text

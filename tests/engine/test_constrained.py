@@ -205,3 +205,17 @@ def test_samples_share_the_compiled_grammar_and_differ(engine):
     completion = engine.generate([5, 6], SamplingParams(json_schema=Pet, n=6, seed=5, max_tokens=200))
     pets = {Pet.model_validate_json(sample.text).name for sample in completion.samples}
     assert len(pets) > 1
+
+
+def test_a_prompts_tail_is_completed_in_the_models_own_tokens(engine):
+    """The answer's ids spell the tail first, its text does not repeat it; with a grammar the grammar begins after it."""
+    prompt, tail = engine.tokenize("the quick br"), "own "
+    for seed in range(5):
+        completion = engine.generate(prompt, SamplingParams(max_tokens=12, seed=seed, ignore_eos=True), prompt_tail=tail.encode())
+        assert engine.detokenize(completion.token_ids) == tail + completion.text
+        choice = engine.generate(prompt, SamplingParams(choices=["fox", "dog"], seed=seed), prompt_tail=tail.encode())
+        assert choice.text in ("fox", "dog")
+        assert engine.detokenize(choice.token_ids) == tail + choice.text
+    healed = engine.generate(engine.tokenize("naïve "), SamplingParams(max_tokens=6, seed=1), prompt_tail="🙂".encode())
+    assert engine.detokenize(healed.token_ids).startswith("🙂")
+    assert "\ufffd" not in healed.text[:1]
