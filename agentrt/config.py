@@ -120,6 +120,7 @@ class EngineConfig:
         device: "auto", "cpu" or "cuda".
         threads: Threads of torch; None: torch's own choice.
         max_context: Shortens the model's context; None: the model's own.
+        record_trace: File to record a trace to, for `agentrt simulate`; it holds every prompt's token ids. None: none.
         cache, scheduler, limits: See there.
     """
 
@@ -128,6 +129,7 @@ class EngineConfig:
     device: str = "auto"
     threads: int | None = None
     max_context: int | None = None
+    record_trace: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     limits: Limits = field(default_factory=Limits)

@@ -62,6 +62,7 @@ class Engine(LocalBackend):
         policy: Policy | None = None,
         eviction: Eviction | None = None,
         limits: Limits | None = None,
+        record_trace: str | None = None,
         process: bool = True,
         check: bool = False,
         progress: ProgressCallback | None = None,
@@ -82,6 +83,7 @@ class Engine(LocalBackend):
             policy: Order of admission.
             eviction: Which cached prefixes go first.
             limits: Bounds on one request.
+            record_trace: File to record a trace to, for `agentrt simulate`.
             process: Run in a process of its own (nothing here can stall it), or in a thread.
             check: Check that no page is lost after every step (tests).
             progress: Called while the model is fetched.
@@ -98,6 +100,7 @@ class Engine(LocalBackend):
             device=device,
             threads=threads,
             max_context=max_context,
+            record_trace=record_trace,
             cache=CacheConfig(
                 kv_tokens=kv_tokens,
                 page_size=page_size,
@@ -139,11 +142,8 @@ class Engine(LocalBackend):
     def _requests(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
     ) -> list[Request]:
-        each: Sequence[SamplingParams | None]
-        if sampling is None or isinstance(sampling, SamplingParams):
-            each = [sampling] * len(prompts)
-        else:
-            each = sampling
+        one = sampling is None or isinstance(sampling, SamplingParams)
+        each: Sequence[Any] = [sampling] * len(prompts) if one else sampling  # type: ignore[assignment, list-item]
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one for each", param="sampling")
         return [self.request(prompt, params, **options) for prompt, params in zip(prompts, each, strict=True)]

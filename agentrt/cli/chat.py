@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrt.backend import stream
 from agentrt.cli.generate import Options
-from agentrt.cli.start import console, start_engine
+from agentrt.cli.start import console
 from agentrt.errors import UserError
 from agentrt.runtime import Engine
 
@@ -15,7 +15,7 @@ HELP = "Type and press Enter. /clear begins anew, /quit (or Ctrl-D) leaves; Ctrl
 
 def run(options: Options) -> None:
     """Talks until the user leaves."""
-    with start_engine(options.model, dtype=options.dtype) as engine:
+    with options.engine() as engine:
         console.print(f"[bold]{engine.capabilities.model}[/]  [dim]{HELP}[/]")
         messages = _beginning(options)
         while (text := _ask()) is not None:

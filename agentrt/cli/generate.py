@@ -35,6 +35,12 @@ class Options:
     schema: Path | None
     regex: str | None
     dtype: str
+    record_trace: Path | None = None
+
+    def engine(self) -> Engine:
+        """An engine that is ready."""
+        trace = None if self.record_trace is None else str(self.record_trace)
+        return start_engine(self.model, dtype=self.dtype, record_trace=trace)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """The model's own defaults, with what the command line says instead."""
@@ -66,7 +72,7 @@ def one(prompt: str | None, options: Options) -> None:
     """Streams the answer to one prompt to standard output."""
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
-    with start_engine(options.model, dtype=options.dtype) as engine:
+    with options.engine() as engine:
         request = engine.request(options.prompt(prompt), options.sampling(engine.facts.sampling))
         usage = None
         for delta in stream(engine, request):
@@ -98,7 +104,7 @@ def batch(file: Path, out: Path | None, options: Options) -> None:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
-        start_engine(options.model, dtype=options.dtype) as engine,
+        options.engine() as engine,
         out.open("a", encoding="utf-8") as answers,
         Progress(*columns, console=console) as progress,
     ):

@@ -51,13 +51,14 @@ def generate(
     schema: Annotated[Path | None, typer.Option(help="A JSON Schema that the answer must satisfy.")] = None,
     regex: Annotated[str | None, typer.Option(help="A pattern that the answer must match.")] = None,
     file: Annotated[Path | None, typer.Option("--file", help="A batch: one JSON object a line, with prompt or messages.")] = None,
+    record_trace: Annotated[Path | None, typer.Option(help="Record a trace of the run, for `agentrt simulate`.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Where the batch's answers go; a second run goes on where it stopped.")] = None,
     dtype: Dtype = "auto",
 ) -> None:
     """Answers a prompt as it is generated, or a file of prompts."""
     from agentrt.cli import generate as command
 
-    options = command.Options(model, system, raw, max_tokens, temperature, seed, schema, regex, dtype)
+    options = command.Options(model, system, raw, max_tokens, temperature, seed, schema, regex, dtype, record_trace)
     if file is not None:
         command.batch(file, out, options)
     else:
@@ -77,7 +78,7 @@ def chat(
     from agentrt.cli.chat import run
     from agentrt.cli.generate import Options
 
-    run(Options(model, system, False, max_tokens, temperature, seed, None, None, dtype))
+    run(Options(model, system, False, max_tokens, temperature, seed, None, None, dtype, None))
 
 
 @app.command()
@@ -147,6 +148,7 @@ def serve(
     schedule_policy: Annotated[str | None, typer.Option(help="fcfs, lpm, dfs or program.", rich_help_panel="Engine")] = None,
     no_radix_cache: Annotated[bool, typer.Option("--no-radix-cache", help="Keep no prefixes.", rich_help_panel="Engine")] = False,
     max_queued: Annotated[int, typer.Option(help="Waiting requests before 503.", rich_help_panel="Requests")] = 1024,
+    record_trace: Annotated[str | None, typer.Option(help="Record a trace, for `agentrt simulate`.", rich_help_panel="Engine")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for what runs, after SIGTERM.", rich_help_panel="Requests")] = 30.0,
     tool_format: Annotated[str, typer.Option(help="How the model writes calls; auto: from its template.", rich_help_panel="Requests")] = "auto",
     named_tool_finish: Annotated[str, typer.Option(help="stop or tool_calls.", rich_help_panel="Requests")] = "stop",
@@ -176,8 +178,45 @@ def serve(
         step_tokens=chunk_size,
         policy=schedule_policy,
         prefix_cache=not no_radix_cache,
+        record_trace=record_trace,
     )
     raise typer.Exit(status)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[str, typer.Argument(help="A file in agentrt's or Mooncake's form, or a generated workload's name.")],
+    policy: Annotated[str | None, typer.Option(help="fcfs, lpm, dfs or program.", show_default="program")] = None,
+    eviction: Annotated[str | None, typer.Option(help="lru, lfu, slru, adaptive or program.", show_default="lru")] = None,
+    pool: Annotated[int | None, typer.Option(help="Token slots of the KV store.", show_default="131072")] = None,
+    cost_model: Annotated[str | None, typer.Option(help="A preset, a JSON file of prices, or a recorded trace to fit.", show_default="gpu-8b")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens a page.", show_default="what suits the trace")] = None,
+    step_tokens: Annotated[int | None, typer.Option(help="Most new tokens in one step.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of a generated workload.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Programs a second of a generated workload.")] = None,
+    programs: Annotated[int | None, typer.Option(help="How many programs of a generated workload.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
+) -> None:
+    """Runs the real scheduler, tree and pool on a trace, without a model, in virtual time."""
+    from agentrt.cli.simulate import run
+
+    run(
+        trace,
+        out=out,
+        html=html,
+        policy=policy,
+        eviction=eviction,
+        pool=pool,
+        cost=cost_model,
+        page_size=page_size,
+        step_tokens=step_tokens,
+        max_running=max_running,
+        seed=seed,
+        rate=rate,
+        programs=programs,
+    )
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from agentrt.engine.model_runner import ModelRunner
 from agentrt.engine.sampler import Sampler
 from agentrt.errors import UserError
 from agentrt.models.loader import GenerationDefaults, LoadedModel, load_model
+from agentrt.observe.trace import TraceRecorder
 from agentrt.request import SamplingParams
 from agentrt.scheduling.policy import POLICIES
 from agentrt.scheduling.scheduler import Budget, Scheduler
@@ -70,6 +71,7 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
         eos_ids=model.generation.eos_ids,
         max_length=min(max_context, pages * page_size),
         check=config.cache.check,
+        recorder=_recorder(config.record_trace, folder.name, page_size, pages * page_size),
     )
     facts = EngineFacts(
         max_context=max_context,
@@ -109,6 +111,15 @@ def _kv_tokens(asked: int | None, model: LoadedModel, dtype: torch.dtype, device
         return asked
     free = psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     return min(int(free * KV_SHARE) // bytes_per_token(model.config, dtype), KV_TOKENS)
+
+
+def _recorder(path: str | None, model: str, page_size: int, kv_tokens: int) -> TraceRecorder | None:
+    if path is None:
+        return None
+    try:
+        return TraceRecorder(Path(path), model=model, page_size=page_size, kv_tokens=kv_tokens)
+    except OSError as error:
+        raise UserError(f"record_trace is {path!r}, which cannot be written: {error}", param="record_trace") from error
 
 
 def _budget(config: SchedulerConfig, device: torch.device) -> Budget:

@@ -24,6 +24,7 @@ from agentrt.errors import AbortedError, AgentrtError
 from agentrt.grammar.compiler import CompiledGrammar
 from agentrt.grammar.healing import HealingCursor
 from agentrt.grammar.vocabulary import vocabulary_of
+from agentrt.observe.trace import TraceRecorder
 from agentrt.request import FinishReason, Request, TokenDelta, Usage
 from agentrt.scheduling.scheduler import Scheduler, Update
 from agentrt.scheduling.sequence import Cursor, Sequence
@@ -42,6 +43,7 @@ class EngineCore:
         eos_ids: Many[int],
         max_length: int,
         check: bool = False,
+        recorder: TraceRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes an engine without requests.
@@ -54,6 +56,7 @@ class EngineCore:
             eos_ids: The model's end tokens.
             max_length: Most tokens of prompt and output together: the context's or the pool's, whichever is less.
             check: Check the slot equation after every step.
+            recorder: Writes a trace of what is asked and done.
             clock: Seconds.
         """
         self._scheduler = scheduler
@@ -63,12 +66,14 @@ class EngineCore:
         self._eos_ids = frozenset(eos_ids)
         self._max_length = max_length
         self._check = check
+        self._recorder = recorder
         self._clock = clock
         self._masks = MaskMaker()
         self._live: dict[str, LiveRequest] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._next_sequence = 0
         self._counts: Counter[str] = Counter()
+        self._model_seconds = 0.0
 
     @property
     def idle(self) -> bool:
@@ -81,6 +86,8 @@ class EngineCore:
         outputs = [self._output(request, grammar) for _ in range(request.sampling.n)]
         sequences = [self._sequence(request, index, output, grammar, now) for index, output in enumerate(outputs)]
         checked = grammar is not None and grammar.checked
+        if self._recorder is not None:
+            self._recorder.arrived(request, now)
         self._live[request.request_id] = LiveRequest(request, sequences, outputs, checked=checked, now=now)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (now + request.deadline, request.request_id))
@@ -144,7 +151,10 @@ class EngineCore:
         pending = self._executor.launch(plan)
         output = pending.finish(masks.result())
         updates = self._scheduler.commit(plan, output)
-        self._counts.update(steps=1, computed_tokens=plan.tokens, model_seconds=output.seconds)
+        if self._recorder is not None:
+            self._recorder.step(((run.start, len(run.token_ids)) for run in plan.runs), output.seconds)
+        self._counts.update(steps=1, computed_tokens=plan.tokens)
+        self._model_seconds += output.seconds
         deltas = self._tell(updates)
         if self._check:
             self.check()
@@ -171,6 +181,8 @@ class EngineCore:
         del self._live[live.request.request_id]
         for sequence in live.sequences:
             self._scheduler.abort(sequence)
+        if self._recorder is not None:
+            self._recorder.ended(live.request.request_id, (tuple(s.token_ids[s.prompt_length :]) for s in live.sequences))
         usage = live.usage(now)
         self._counts.update(
             requests=1,
@@ -225,6 +237,7 @@ class EngineCore:
         """Counters since the start."""
         return {
             **self._counts,
+            "model_seconds": self._model_seconds,
             "running": self._scheduler.running,
             "waiting": self._scheduler.waiting,
             "preemptions": self._scheduler.preemptions,
@@ -236,5 +249,7 @@ class EngineCore:
         }
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends its threads, and the trace."""
         self._masks.close()
+        if self._recorder is not None:
+            self._recorder.close()

@@ -120,3 +120,20 @@ def test_chat_talks_in_a_terminal(tiny_model: Path):
     os.close(master)
     assert b"of them reused" in screen
     assert b"Traceback" not in screen
+
+
+@pytest.mark.slow
+def test_a_recorded_run_can_be_simulated(tiny_model, tmp_path):
+    prompts, answers, trace, page = (tmp_path / name for name in ("prompts.jsonl", "answers.jsonl", "trace.jsonl", "report.html"))
+    prompts.write_text("".join(json.dumps({"prompt": "the quick brown fox " * 5 + str(n)}) + "\n" for n in range(8)))
+    done = agentrt("generate", "--file", prompts, "--out", answers, "--model", tiny_model, "-n", "30", "--raw", "--record-trace", trace)
+    assert done.returncode == 0, done.stderr
+    done = agentrt("simulate", trace, "--cost-model", "recorded", "--pool", "4096", "--out", tmp_path / "report.json", "--html", page)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["calls"] == 8
+    assert report["hit_rate"] > 0.5
+    assert "<svg" in page.read_text()
+    done = agentrt("simulate", tmp_path / "none")
+    assert done.returncode == 1
+    assert "none" in done.stderr
