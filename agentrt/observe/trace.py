@@ -79,16 +79,16 @@ class TraceRecorder:
             call["priority"] = request.priority
         if request.program is not None:
             call["program"] = asdict(request.program)
-        self._calls[request.request_id] = call
+        self._calls[request.request_id] = {"call": self._next, **call}
+        self._next += request.sampling.n
 
     def ended(self, request_id: str, outputs: Iterable[tuple[int, ...]]) -> None:
         """Writes a request that ended: a call for each of its samples, with the ids it gave."""
         call = self._calls.pop(request_id, None)
         if call is None:
             return
-        for output in outputs:
-            self._write({"call": self._next, **call, "output": list(output)})
-            self._next += 1
+        for index, output in enumerate(outputs):
+            self._write({**call, "call": call["call"] + index, "output": list(output)})
 
     def step(self, runs: Iterable[tuple[int, int]], seconds: float) -> None:
         """Writes a step: the (start, count) of each run, and how long it took."""

@@ -21,7 +21,7 @@ from agentrt.scheduling.policy import Key, Policy
 from agentrt.scheduling.sequence import Sequence
 from agentrt.scheduling.view import LiveView
 
-TURNS = 8
+TURNS = 16
 """Of so many admissions one is the oldest's, once it is overdue."""
 
 TOUCHED_PER_STEP = 64

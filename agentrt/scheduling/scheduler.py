@@ -91,7 +91,7 @@ class Scheduler:
             budget: Bounds on a step.
             policy: Order of admission.
             clock: Seconds; the simulator gives a virtual one.
-            max_wait: Seconds of waiting after which the oldest sequence gets every eighth admission.
+            max_wait: Seconds of waiting after which the oldest sequence gets every sixteenth admission.
             hold_seconds: How long the cache keeps a program's prefixes, softly, while its next call is expected.
         """
         self._cache = cache
