@@ -50,7 +50,7 @@ specs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(runs, specs, st.integers(0, 2**20))
 def test_equals_the_reference(runs: list[tuple[int, int, bool]], spec: AttentionSpec, seed: int) -> None:
     batch = make_batch(runs, seed)
@@ -106,7 +106,7 @@ def test_scattered_decodes_share_calls_without_much_padding() -> None:
 shared_runs = st.lists(st.tuples(st.sampled_from([1, 1, 4, 12]), st.sampled_from([0, 3, 30])), min_size=2, max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(shared_runs, shared_runs, st.booleans(), specs, st.integers(0, 2**20))
 def test_a_shared_prefix_is_read_once_and_merged(
     first: list[tuple[int, int]], second: list[tuple[int, int]], scattered: bool, spec: AttentionSpec, seed: int
