@@ -204,18 +204,21 @@ class Branch:
             UserError: It cannot be appended.
             AgentrtError: The branch has failed; its own error.
         """
-        last: Variable | None = None
-        for node in ir.nodes(value):
-            self._check()
-            variables = self._declare(node)
-            last = variables[-1] if variables else last
-            self._enqueue(Item(node, variables, where, self.number))
-        return last
+        self._check()
+        items: list[Item] = []
+        for node in list(ir.nodes(value)):  # all of it is looked at before any of it is declared
+            items.append(Item(node, self._declare(node), where, self.number))
+            self.number += 1
+        if not items:
+            return None
+        self._enqueue(items)
+        return next((item.variable for item in reversed(items) if item.variables), None)
 
     def enqueue(self, node: Any, where: ir.Where) -> None:
         """Appends one of the interpreter's own nodes."""
         self._check()
-        self._enqueue(Item(node, (), where, self.number))
+        self._enqueue([Item(node, (), where, self.number)])
+        self.number += 1
 
     def assign(self, name: str, value: Any) -> None:
         """Sets a variable."""
@@ -228,7 +231,7 @@ class Branch:
         if self.error is not None:
             look.fail(self.error)
         else:
-            self._enqueue(Item(look, (), ("", 0), -1))
+            self._enqueue([Item(look, (), ("", 0), -1)])  # no number: a look must not change the seeds of what follows
         return look.future
 
     def mark(self) -> Future[Any]:
@@ -275,26 +278,27 @@ class Branch:
         if expected is not None:
             expected.set_result(variable)
 
-    def _enqueue(self, item: Item) -> None:
-        self.number += item.number >= 0  # a look takes no number: it must not change the seeds of what follows
+    def _enqueue(self, items: list[Item]) -> None:
+        # All of an expression's nodes at once: its first request is then told how many more calls follow.
         with self.run.lock:
             failed = self.error
             if failed is None:
-                self._queue.append(item)
-                self._calls_waiting += isinstance(item.node, _CALLS)
+                self._queue.extend(items)
+                self._calls_waiting += sum(isinstance(item.node, _CALLS) for item in items)
                 if self._busy:
                     return
                 self._busy = True
-        if failed is not None:
-            item.fail(failed)
-        else:
+        if failed is None:
             self._drive()
+            return
+        for item in items:
+            item.fail(failed)
 
     def enqueue_item(self, item: Item) -> None:
         """Appends a node that was under way when its state was saved, with what it had come to."""
         for variable in item.variables:
             self._register(variable)
-        self._enqueue(item)
+        self._enqueue([item])
 
     def fork(self, count: int, where: ir.Where, budget: Callable[[], Budget] | None = None) -> list[Branch]:
         """Appends a fork point and returns its branches, which begin when it is reached."""

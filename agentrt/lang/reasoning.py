@@ -91,6 +91,7 @@ class ReasoningSplitter:
         if not text:
             return
         if self._thinking:
+            text = text if self._thoughts else text.lstrip("\n")
             self._began = True
             self._thoughts.append(text)
             self._think(text)
