@@ -291,21 +291,24 @@ class LocalBackend:
             self._host.post(("abort", request_id))
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        return self._ask(method, *arguments).result()
+
+    def _ask(self, method: str, *arguments: Any) -> Future[Any]:
         call_id, future = next(self._call_ids), Future[Any]()
         with self._lock:
             if self._failure is not None:
                 raise self._down()
             self._calls[call_id] = future
         self._host.post(("call", call_id, method, arguments))
-        return future.result()
+        return future
 
     def hold(self, program: str, seconds: float) -> None:
-        """Keeps a program's prefixes while it waits."""
-        self._call("hold", program, seconds)
+        """Keeps a program's prefixes while it waits. Does not wait for the engine, since a sink may call it."""
+        self._ask("hold", program, seconds)
 
     def end_program(self, program: str) -> None:
-        """A program will make no more calls."""
-        self._call("end_program", program)
+        """A program will make no more calls. Does not wait for the engine, since a sink or an event loop may call it."""
+        self._ask("end_program", program)
 
     def cached_prefix(self, ids: Sequence[int], *, cache_salt: str = "") -> int:
         """How many leading tokens are cached."""

@@ -232,7 +232,8 @@ def _run_calls(branch: Branch, item: Item, turns: Turns) -> Waits:
     for call in turns.calls:
         yield from _tell(node, AgentEvent("call" if call.approved else "approval", turns.step, call=call))
     longest = max((tools[call.name].timeout or 0.0 for call in turns.calls if call.name in tools), default=0.0)
-    run.backend.hold(run.id, longest or 60.0)
+    # Not here: this is the thread that brings answers, and a backend may wait for one of them before it says that it holds.
+    in_thread(lambda: run.backend.hold(run.id, longest or 60.0))
     yield from _await_approval(branch, turns)
     began = run.clock()
     started = [(call, _start(branch, item, turns, tools, call)) for call in turns.calls]

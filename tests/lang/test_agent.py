@@ -139,8 +139,19 @@ def test_tool_call_runs_the_calls_in_parallel_and_shows_the_model_their_results(
     assert "Adds" not in backend.tokenizer.decode(first.prompt_ids)
     assert "Waits for the other." in backend.tokenizer.decode(first.prompt_ids)  # the model was told of the tools
     assert first.sampling.grammar.kind == "tools"
-    assert backend.holds
+    wait_until(lambda: backend.holds == [(state._run.id, 60.0)])
     assert state.get_meta_info("calls")["completion_tokens"] > 0
+
+
+def test_a_backend_whose_hold_waits_for_the_thread_that_brings_answers_hangs_nothing():
+    class Waits(ScriptedBackend):
+        def hold(self, program, seconds):
+            assert threading.current_thread().name != "agentrt-scripted"
+            super().hold(program, seconds)
+
+    backend = Waits(calls(("add", {"a": 1})))
+    once.run([add], backend=backend)
+    wait_until(lambda: backend.holds)
 
 
 def test_choice_and_parallel_reach_the_grammar():
