@@ -83,6 +83,7 @@ class Capabilities:
         max_context: Most tokens of prompt and answer together.
         kv_tokens: Token slots of its KV store, or None.
         vision: It takes images.
+        healing: It honours `Request.prompt_tail`.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Capabilities:
     max_context: int = 0
     kv_tokens: int | None = None
     vision: bool = False
+    healing: bool = True
 
 
 @dataclass(frozen=True, slots=True)

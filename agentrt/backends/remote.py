@@ -124,6 +124,8 @@ class HttpBackend:
         """Refuses what this kind of server cannot do."""
         if not request.prompt_ids:
             raise PromptError("the prompt is empty", param="prompt_ids")
+        if request.prompt_tail:
+            raise UserError("token healing needs an engine in this process", param="prompt_tail")
 
     def _answer(self, request: Request, began: float) -> AsyncIterator[TokenDelta]:
         """Asks, and yields the deltas."""
@@ -302,7 +304,7 @@ class RuntimeEndpoint(HttpBackend):
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         kinds = ("json_schema", "regex", "choices", "lark", "tools", "structural")
-        super().__init__(base_url, headers, Capabilities("remote", grammars=kinds), transport=transport)
+        super().__init__(base_url, headers, Capabilities("remote", grammars=kinds, healing=False), transport=transport)
         self._tokenizer = RemoteTokenizer(self)
         try:
             model = str(self.ask("GET", "/version")["model"])
@@ -310,7 +312,7 @@ class RuntimeEndpoint(HttpBackend):
         except BaseException:
             self.close()
             raise
-        self._capabilities = Capabilities(model, grammars=kinds, max_context=size)
+        self._capabilities = Capabilities(model, grammars=kinds, max_context=size, healing=False)
 
     @property
     def tokenizer(self) -> RemoteTokenizer:
@@ -425,7 +427,7 @@ class TextBackend(HttpBackend):
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         capabilities = Capabilities(
-            model, token_ids=False, grammars=grammars, logprobs=False, max_context=1_000_000_000
+            model, token_ids=False, grammars=grammars, logprobs=False, max_context=1_000_000_000, healing=False
         )
         super().__init__(base_url, headers, capabilities, transport=transport)
         self._tokenizer = ByteTokenizer(merges=())

@@ -81,7 +81,7 @@ def ask(
 
 def _heals(branch: Branch, node: ir.Gen) -> bool:
     wanted = branch.run.healing if node.healing is None else node.healing
-    return wanted and not branch.in_chat
+    return wanted and not branch.in_chat and branch.run.backend.capabilities.healing
 
 
 def _shows(branch: Branch, item: Item) -> Callable[[str], None]:

@@ -265,7 +265,10 @@ class Branch:
             raise self.error
 
     def _declare(self, node: Any) -> tuple[Variable, ...]:
-        variables = tuple(Variable(name) for name in _names(node))
+        names = _names(node)
+        if not names:
+            return ()
+        variables = tuple([Variable(name) for name in names])
         for variable in variables:
             self._register(variable)
         return variables
@@ -610,8 +613,10 @@ class Branch:
 
 def _names(node: Any) -> tuple[str, ...]:
     """Names of the variables that a node sets."""
+    if isinstance(node, ir.Text | ir.ScopeEnd):
+        return ()
     name = getattr(node, "name", None)
-    if not name or isinstance(node, ir.ScopeEnd):
+    if not name:
         return ()
     return (f"{name}_reasoning_content", name) if getattr(node, "reasoning", None) else (name,)
 

@@ -17,6 +17,7 @@ from agentrt.request import CONSTRAINT_FIELDS, SamplingParams
 DEFAULT_MAX_TOKENS = 128
 
 _FIELDS = tuple(f.name for f in fields(SamplingParams))
+_KNOWN = frozenset(_FIELDS)
 
 #: Options that a run takes as defaults for every gen; the rest of SamplingParams belongs to one gen alone.
 RUN_FIELDS = (
@@ -35,7 +36,9 @@ def sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         UserError: A name that is not an option, or two names for one thing.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    unknown = [name for name in given if name not in ALIASES and name not in _FIELDS]
+    if not given:
+        return given
+    unknown = [name for name in given if name not in _KNOWN and name not in ALIASES]
     if unknown:
         raise UserError(
             f"unknown option {unknown[0]!r}; options are {', '.join(sorted({*_FIELDS, *ALIASES}))}", param=unknown[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
@@ -126,7 +127,8 @@ class Function(Generic[P, R]):
             stream: Return the state at once; read it with ``text_iter``; errors are raised by whatever is read.
             deadline: Seconds that the whole run may take.
             token_budget: Tokens that the whole run may generate.
-            token_healing: Let a gen complete the last bytes of plain text before it.
+            token_healing: Let a gen complete the last bytes of plain text before it, in whichever tokens the model likes. On by default,
+                but off inside chat messages, and off for programs whose module imports agentrt as ``sgl``.
             compact: Called when the context is nearly full, with the chat's messages in groups that belong together (a turn's tool
                 calls and their results are one); returns the groups to keep. The chat is then written anew from them.
             replay: A recording of an earlier run: its seed, tool results and winners are used again.
@@ -318,9 +320,14 @@ class Function(Generic[P, R]):
             gate=gate,
             replay=run_options.get("replay"),
             compact=run_options.get("compact"),
-            healing=run_options.get("token_healing", False),
+            healing=run_options.get("token_healing", not self._written_for_sgl()),
         )
         return Branch(run)
+
+    def _written_for_sgl(self) -> bool:
+        """Whether the program's module knows agentrt as ``sgl``: it then expects text before a gen to stay as it is."""
+        known_as = getattr(self.func, "__globals__", {}).get("sgl")
+        return known_as is not None and known_as is sys.modules.get("agentrt")
 
     def perform(self, trunk: Branch, plan: Plan) -> None:
         """Runs a synchronous body to the end of everything that it started.

@@ -43,6 +43,8 @@ class Feed:
             self._tell()
 
     def _tell(self) -> None:
+        if self._waiting is None:  # without the lock: who is about to wait looks again after it has said so
+            return
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
@@ -53,9 +55,8 @@ class Feed:
         with self._lock:
             if len(self.pieces) > seen or self.closed:
                 return None
-            if self._waiting is None:
-                self._waiting = Promise()
-            return self._waiting
+            waiting = self._waiting = self._waiting or Promise()
+            return None if len(self.pieces) > seen or self.closed else waiting
 
     def read(self, seen: int = 0, until: Future[int] | None = None) -> Iterator[str]:
         """Yields the pieces from number `seen` on, waiting for more until it ends; raises its error.

@@ -238,7 +238,7 @@ def _timeline(values: Record) -> str:
     critical = {(step["kind"], step["index"]) for step in values["critical_path"]["steps"]}
 
     def x(seconds: float) -> float:
-        return left + seconds / end * (width - left - 8)
+        return left + float(seconds / end) * (width - left - 8)
 
     shapes = [
         f'<text x="4" y="{place * row + 13}">{_e(lane or "trunk")}</text><line x1="{left}" x2="{width}" y1="{place * row + 17}" y2="{place * row + 17}" '

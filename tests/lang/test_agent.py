@@ -10,6 +10,7 @@ import time
 import pytest
 from pydantic import BaseModel, field_validator
 
+import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a gen stays as it is)
 from agentrt.backends.scripted import ScriptedBackend
 from agentrt.errors import RequestError, UserError
 from agentrt.lang.agent import StepsError, agent_loop, tool_call

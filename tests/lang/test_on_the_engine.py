@@ -151,3 +151,17 @@ def test_a_saved_chat_goes_on_where_it_stood(engine, tmp_path):
     again += sgl.user("Thanks.")
     again += sgl.assistant(sgl.gen("c", max_tokens=4))
     assert again.get_meta_info("c")["cached_tokens"] >= len(state.token_ids()) - 3
+
+
+def test_token_healing_completes_the_text_in_the_models_own_tokens(engine):
+    @sgl.function
+    def program(s):
+        s += "My favourite site is http:" + sgl.gen("a", max_tokens=6, temperature=0)
+
+    healed = program.run(backend=engine, token_healing=True)
+    plain = program.run(backend=engine)
+    text = "My favourite site is http:"
+    assert engine.tokenizer.decode(healed.token_ids()) == text + healed["a"] == healed.text()
+    fed = healed.get_meta_info("a")["prompt_tokens"]
+    assert fed < plain.get_meta_info("a")["prompt_tokens"]
+    assert healed["a"].startswith("//")

@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, field_validator
 
+import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a gen stays as it is)
 from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import AbortedError, ConstraintError, EngineError, QueueFullError, RequestError, UserError
 from agentrt.lang.expressions import assistant, gen, gen_int, select, special, system, user

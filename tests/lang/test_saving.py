@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a gen stays as it is)
 from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import UserError
 from agentrt.lang.agent import agent_loop, tool_call

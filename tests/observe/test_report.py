@@ -10,6 +10,7 @@ from importlib import resources
 import jsonschema
 import pytest
 
+import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a gen stays as it is)
 from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import RequestError
 from agentrt.lang.agent import tool_call
