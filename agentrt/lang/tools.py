@@ -377,9 +377,11 @@ def mcp_tools(session: Any, listed: Any, loop: asyncio.AbstractEventLoop) -> lis
     """Makes tools of an MCP server's.
 
     Args:
-        session: An initialised ``mcp.ClientSession``.
+        session: An ``mcp.Client``, or an initialised ``mcp.ClientSession``.
         listed: What ``await session.list_tools()`` gave.
         loop: The event loop that the session lives on.
+
+    The package's first version writes its fields in camel case, the second in snake case; both are read.
     """
     return [_mcp_tool(session, loop, item) for item in listed.tools]
 
@@ -389,9 +391,13 @@ def _mcp_tool(session: Any, loop: asyncio.AbstractEventLoop, item: Any) -> Tool:
         work = asyncio.run_coroutine_threadsafe(session.call_tool(item.name, arguments), loop)
         answer = await asyncio.wrap_future(work)
         text = "\n".join(part.text for part in answer.content if getattr(part, "text", None) is not None)
-        if getattr(answer, "isError", False):
+        if _either(answer, "is_error", "isError"):
             raise ToolError(text)
-        structured = getattr(answer, "structuredContent", None)
+        structured = _either(answer, "structured_content", "structuredContent")
         return text if structured is None else structured
 
-    return Tool(item.name, item.description or "", item.inputSchema, call)
+    return Tool(item.name, item.description or "", _either(item, "input_schema", "inputSchema"), call)
+
+
+def _either(holder: Any, name: str, older: str) -> Any:
+    return getattr(holder, name, getattr(holder, older, None))
