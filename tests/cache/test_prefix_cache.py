@@ -288,6 +288,23 @@ def test_a_leaf_that_another_lease_ends_at_is_not_lengthened():
     cache.check(0)
 
 
+def test_a_node_with_two_leases_is_split_by_a_third_and_unlocks_whole():
+    cache = make(policy="program")
+    run(cache, list(range(10)), program="a")
+    run(cache, list(range(10)), program="b")
+    cache.hold("a", 1000)
+    cache.hold("b", 1000)
+    leases = [cache.acquire(list(range(10))), cache.acquire(list(range(10))), cache.acquire(list(range(4)))]
+    assert cache.locked_tokens == 10
+    for lease in leases:
+        cache.release(lease)
+    assert cache.locked_tokens == 0
+    cache.end_program("a")
+    cache.end_program("b")
+    assert cache.held_tokens == 0
+    assert cache.evict(10) == 10
+
+
 def test_a_held_leaf_that_grows_stays_held_and_counted():
     cache = make(policy="program")
     lease = cache.acquire([1, 2], program="a")
