@@ -291,7 +291,8 @@ def test_a_leaf_that_another_lease_ends_at_is_not_lengthened():
 def test_a_node_with_two_leases_is_split_by_a_third_and_unlocks_whole():
     cache = make(policy="program")
     run(cache, list(range(10)), program="a")
-    run(cache, list(range(10)), program="b")
+    cache.release(cache.acquire(list(range(10)), program="b"))
+    assert cache.nodes == 1
     cache.hold("a", 1000)
     cache.hold("b", 1000)
     leases = [cache.acquire(list(range(10))), cache.acquire(list(range(10))), cache.acquire(list(range(4)))]
