@@ -32,17 +32,17 @@ def accepts(compiled: CompiledGrammar, document: Any, schema: Any) -> bool:
         document: A JSON value.
         schema: The schema, for the order in which properties are tried first.
     """
-    return walks(compiled, document, schema) and not compiled.verify(json.dumps(document))
+    return not compiled.verify(json.dumps(document)) and walks(compiled, document, schema)
 
 
-def walks(compiled: CompiledGrammar, document: Any, schema: Any) -> bool:
+def walks(compiled: CompiledGrammar, document: Any, schema: Any, tries: int = MAX_TRIES) -> bool:
     """As `accepts`, without the final check."""
-    return serialisation(compiled, document, schema) is not None
+    return serialisation(compiled, document, schema, tries) is not None
 
 
-def serialisation(compiled: CompiledGrammar, document: Any, schema: Any) -> str | None:
-    """The first serialisation of `document` that walks to an accepting state; None if there is none."""
-    search = _Search(compiled.cursor(), _orders(schema))
+def serialisation(compiled: CompiledGrammar, document: Any, schema: Any, tries: int = MAX_TRIES) -> str | None:
+    """The first serialisation of `document` that walks to an accepting state; None if `tries` pieces of text found none."""
+    search = _Search(compiled.cursor(), _orders(schema), tries)
     try:
         return next((text for text in search.value(document) if search.cursor.accepting), None)
     except _GaveUpError:
@@ -52,10 +52,10 @@ def serialisation(compiled: CompiledGrammar, document: Any, schema: Any) -> str 
 class _Search:
     """Each method yields texts that the cursor has taken, and takes them back before it tries the next."""
 
-    def __init__(self, cursor: GrammarCursor, orders: list[list[str]]) -> None:
+    def __init__(self, cursor: GrammarCursor, orders: list[list[str]], tries: int) -> None:
         self.cursor = cursor
         self._orders = orders
-        self._tries = MAX_TRIES
+        self._tries = tries
 
     def text(self, text: str) -> Iterator[str]:
         self._tries -= 1

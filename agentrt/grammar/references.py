@@ -27,12 +27,14 @@ class Scope:
         root: The whole schema.
         resolver: referencing's own scope.
         names: The tables of the whole schema, made on first use.
+        entered: Identity of an object whose own id the resolver has taken in already, since it was looked up.
     """
 
     dialect: Dialect
     root: Any
     resolver: Resolver[Any]
     names: Names
+    entered: int = 0
 
     @classmethod
     def of(cls, schema: Any) -> Scope:
@@ -48,7 +50,7 @@ class Scope:
 
     def into(self, node: dict[str, Any]) -> Scope:
         """The scope inside `node`, which may have an id of its own."""
-        if node is self.root or not ("$id" in node or "id" in node):
+        if node is self.root or id(node) == self.entered or not ("$id" in node or "id" in node):
             return self
         resource: Resource[Any] = self.dialect.specification.create_resource(node)
         if resource.id() is None:
@@ -72,7 +74,7 @@ class Scope:
                 f"{keyword} at {pointer or '/'!r} refers to {ref!r}: {why}; put the definition under $defs", pointer=pointer, keyword=keyword
             ) from error
         where = self.names.pointers.get(id(found.contents), ref)
-        return found.contents, Scope(self.dialect, self.root, found.resolver, self.names), where
+        return found.contents, Scope(self.dialect, self.root, found.resolver, self.names, id(found.contents)), where
 
 
 class Names:

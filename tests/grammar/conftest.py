@@ -73,4 +73,10 @@ def corpora() -> Path:
 @pytest.fixture(scope="session")
 def read_corpus(corpora):
     """Reads one corpus of schemas by its file's name."""
-    return lambda name: [json.loads(line) for line in (corpora / "structured" / name).read_text().splitlines()]
+
+
+    def read(name):
+        with (corpora / "structured" / name).open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
+    return read
