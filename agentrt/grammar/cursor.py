@@ -88,7 +88,7 @@ class GrammarCursor:
         if token_id in self._vocabulary.eos_ids:
             self._ended = self._matcher.accepting
             return self._ended
-        if self._matcher.finished or not self._matcher.advance(token_id):
+        if not 0 <= token_id < self._vocabulary.size or self._matcher.finished or not self._matcher.advance(token_id):
             return False
         self._taken += 1
         return True
