@@ -91,7 +91,8 @@ def compile_ahead(values: Iterable[Any], folder: Path | None = None) -> list[tup
     Raises:
         GrammarError: A schema is malformed.
     """
-    store, told = AutomatonStore(folder), []
+    store = AutomatonStore(folder)
+    told: list[tuple[str, Path | None]] = []
     for value in values:
         try:
             pattern, automaton = _automaton(schema_of(value))
@@ -116,12 +117,15 @@ class ByteTokenizer:
     eos_ids = (256,)
 
     def encode(self, text: str, *, bos: bool = False, special: bool = False) -> list[int]:
+        """The bytes of `text`."""
         return list(text.encode())
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of the bytes."""
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
+        """The byte."""
         return bytes([token_id]) if token_id < 256 else None
 
     def encode_chat(
@@ -132,9 +136,11 @@ class ByteTokenizer:
         add_generation_prompt: bool = True,
         **template_arguments: Any,
     ) -> list[int]:
+        """There is none."""
         raise UserError("single bytes have no chat template")
 
 
 @lru_cache(maxsize=1)
 def byte_tokenizer() -> ByteTokenizer:
+    """The one tokenizer of single bytes, so that its grammars are cached together."""
     return ByteTokenizer()

@@ -7,6 +7,7 @@ followed through the scope.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ def _outside(numbers: list[float]) -> list[Schema]:
         return []
     edges = [-math.inf, *numbers, math.inf]
     gaps = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         gap: dict[str, Any] = {"type": "number"}
         if low > -math.inf:
             gap["exclusiveMinimum"] = low

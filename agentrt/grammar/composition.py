@@ -175,7 +175,7 @@ class _CallCheck:
         if not isinstance(call, dict):
             return [f"call {number}: not a JSON object"]
         name = call.get(self.form.name_key)
-        if name not in self.verifiers:
+        if not isinstance(name, str) or name not in self.verifiers:
             return [f"call {number}: {name!r} is not one of the tools"]
         found = self.verifiers[name].violations(call.get(self.form.arguments_key))
         return [f"call {number} ({name}): {line}" for line in found]
@@ -298,7 +298,8 @@ class _TagCheck:
     verifiers: tuple[Verifier | None, ...]
 
     def __call__(self, text: str) -> list[str]:
-        found, at = [], 0
+        found: list[str] = []
+        at = 0
         while True:
             starts = [(text.find(tag["begin"], at), -len(tag["begin"]), n) for n, tag in enumerate(self.tags)]
             starts = [start for start in starts if start[0] >= 0]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,13 +51,13 @@ class PatternCompiler:
 
     def _ask(self, request: tuple[str, int], seconds: float) -> tuple[object, ...]:
         process = self._running()
-        assert process.stdin is not None and process.stdout is not None
+        to, back = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
         timer = threading.Timer(seconds, process.kill)
         timer.start()
         try:
-            pickle.dump(request, process.stdin)
-            process.stdin.flush()
-            answer: tuple[object, ...] = pickle.load(process.stdout)
+            pickle.dump(request, to)
+            to.flush()
+            answer: tuple[object, ...] = pickle.load(back)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             self.close()
             raise GrammarError(

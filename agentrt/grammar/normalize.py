@@ -73,7 +73,7 @@ class Attempt:
     never: frozenset[str] = frozenset()
 
 
-def normalize(schema: Any, prefix: str = "", *, attempt: Attempt = Attempt(), formats: bool = True) -> Normalized:  # noqa: B008
+def normalize(schema: Any, prefix: str = "", *, attempt: Attempt = Attempt(), formats: bool = True) -> Normalized:
     """Rewrites `schema`.
 
     Args:
@@ -746,8 +746,9 @@ def _expressible(value: Any) -> bool:
 def _few_values(place: _Place) -> list[Any] | None:
     """The values that items may have, if they are few and nothing else is said about them."""
     items = place.schema.get("items")
-    plain = place.types() == {"array"} and isinstance(items, dict) and set(items) <= {"enum", "type", "title", "description"}
-    if not plain or "enum" not in items or set(place.schema) & {"prefixItems", "contains", *_IN_PLACE}:
+    if place.types() != {"array"} or not isinstance(items, dict) or not set(items) <= {"enum", "type", "title", "description"}:
+        return None
+    if "enum" not in items or set(place.schema) & {"prefixItems", "contains", *_IN_PLACE}:
         return None
     values = items["enum"]
     named = items.get("type", TYPES)
@@ -772,7 +773,7 @@ def _count_split(place: _Place, keyword: str, number: int) -> bool:
         if number > len(names):
             place.also.append({"type": [t for t in TYPES if t != "object"]})
             return True
-        options = [{"required": list(chosen)} for chosen in itertools.combinations(names, number)]
+        options: list[dict[str, Any]] = [{"required": list(chosen)} for chosen in itertools.combinations(names, number)]
     else:
         absent = itertools.combinations(names, len(names) - number)
         options = [{"properties": dict.fromkeys(chosen, False)} for chosen in absent]

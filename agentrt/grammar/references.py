@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jsonschema_specifications
+import jsonschema_specifications  # type: ignore[import-untyped]
 from referencing import Registry, Resource
 from referencing._core import Resolver
 from referencing.exceptions import Unresolvable
@@ -121,4 +121,5 @@ def escaped(key: str) -> str:
 
 def offline_registry() -> Registry[Any]:
     """The metaschemas of all drafts and nothing else."""
-    return jsonschema_specifications.REGISTRY
+    registry: Registry[Any] = jsonschema_specifications.REGISTRY
+    return registry

@@ -94,7 +94,7 @@ def _trimmed(
 
 
 def _reaching(table: NDArray[np.int32], accepting: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """bool [states]: those with a way to an accepting state (a search backwards over the distinct moves)."""
+    """The states with a way to an accepting state, bool [states]: a search backwards over the distinct moves."""
     sources, bytes_ = np.nonzero(table >= 0)
     moves = np.unique(table[sources, bytes_].astype(np.int64) * len(table) + sources)
     starts = np.searchsorted(moves // len(table), np.arange(len(table) + 1))

@@ -9,7 +9,7 @@ the bound, is refused with its reason, and stays on llguidance. Nothing is appro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrt.grammar import regex_syntax
@@ -247,7 +247,7 @@ def _constant(value: Any) -> Node:
     return literal(json.dumps(value))
 
 
-def _separated(parts: list[Node]) -> list[Node]:
+def _separated(parts: Sequence[Node]) -> list[Node]:
     return [piece for i, part in enumerate(parts) for piece in ((literal(ITEM), part) if i else (part,))]
 
 

@@ -16,7 +16,7 @@ _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def json_options(schema: Any) -> dict[str, Any]:
-    """llguidance's options for a normalised schema.
+    """Llguidance's options for a normalised schema.
 
     An object that names some properties and is open to others is a trap: llguidance would read ``"\\u0061"`` as another
     name than ``"a"``, and let it past the schema of ``a``. Where there is such an object, ``\\uXXXX`` is not written at

@@ -13,11 +13,11 @@ import sys
 import typing
 from collections.abc import Mapping, Sequence
 from types import FunctionType, UnionType
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from agentrt.errors import ConstraintError, GrammarError
 from agentrt.request import GrammarSpec, SamplingParams
@@ -74,12 +74,14 @@ def _portable(kind: Any) -> Any:
     if typing.is_typeddict(kind):
         hints = typing.get_type_hints(kind, include_extras=True)
         fields = {name: _portable(hint) if name in kind.__required_keys__ else NotRequired[_portable(hint)] for name, hint in hints.items()}
-        return TypedDict(kind.__name__, fields)
+        make: Any = TypedDict
+        return make(kind.__name__, fields)
     arguments, origin = typing.get_args(kind), typing.get_origin(kind)
     if not isinstance(origin, type) or not any(map(typing.is_typeddict, arguments)):
         return kind
     made = tuple(map(_portable, arguments))
-    return functools.reduce(operator.or_, made) if origin is UnionType else origin[made]  # type: ignore[index]
+    rebuilt: Any = functools.reduce(operator.or_, made) if origin is UnionType else typing.cast(Any, origin)[made]
+    return rebuilt
 
 
 def json_schema_spec(value: Any, *, strict: bool = False, engine: Literal["auto", "llguidance", "fsm"] = "auto", **options: str | int | bool) -> GrammarSpec:

@@ -8,10 +8,10 @@ validate is a violation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import jsonschema.validators
@@ -37,7 +37,7 @@ class Verifier:
     @cached_property
     def _validator(self) -> Any:
         """Made on first use: compiling a grammar needs no judge."""
-        kind = _extended(dialect_of(self._schema).validator)
+        kind = _extended(cast(Hashable, dialect_of(self._schema).validator))
         checker = _CHECKER if self._formats else None
         return kind(_translated(self._schema), registry=offline_registry(), format_checker=checker)
 

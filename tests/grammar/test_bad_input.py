@@ -34,7 +34,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_constraints_are_refused_with_their_place(name, byte_tokens):
     with pytest.raises(GrammarError) as caught:
-        grammar.compile(BAD[name], byte_tokens)
+        grammar.GrammarCache(Limits(grammar_seconds=1.5)).compile(BAD[name], byte_tokens)
     assert caught.value.param in ("regex", "json_schema", "ebnf", "choices")
     assert len(str(caught.value)) < 600
     assert grammar.compile(grammar.regex_spec("ab?c{2}"), byte_tokens).engine == "fsm"
@@ -42,7 +42,13 @@ def test_bad_constraints_are_refused_with_their_place(name, byte_tokens):
 
 def test_others_compile_while_one_is_stuck(byte_tokens):
     """A pattern that explodes waits in its own process; schemas do not wait for it."""
-    stuck = threading.Thread(target=lambda: pytest.raises(GrammarError, grammar.compile, GrammarSpec("regex", "[ab]*a[ab]{25}"), byte_tokens))
+    cache = grammar.GrammarCache(Limits(grammar_seconds=2.0))
+
+    def explode():
+        with pytest.raises(GrammarError):
+            cache.compile(GrammarSpec("regex", "[ab]*a[ab]{25}"), byte_tokens)
+
+    stuck = threading.Thread(target=explode)
     stuck.start()
     for i in range(20):
         assert grammar.compile(grammar.json_schema_spec({"const": i, "title": "while one is stuck"}), byte_tokens).cursor().forced()

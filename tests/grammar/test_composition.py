@@ -63,7 +63,7 @@ def test_what_only_the_end_can_check_is_found_in_its_call(byte_tokens):
     compiled = grammar.compile(grammar.tools_spec([{"name": "tag", "parameters": loose}], tool_choice="required"), byte_tokens)
     assert compiled.checked
     assert [e.pointer for e in compiled.ledger if e.keyword == "uniqueItems"] == ["/0/parameters/properties/tags"]
-    calls = ['<tool_call>\n{"name": "tag", "arguments": {"tags": %s}}\n</tool_call>' % tags for tags in ("[1, 2]", "[1, 1]")]
+    calls = ['<tool_call>\n{"name": "tag", "arguments": {"tags": ' + tags + "}}\n</tool_call>" for tags in ("[1, 2]", "[1, 1]")]
     assert takes(compiled, "\n".join(calls))
     violations = compiled.verify("\n".join(calls))
     assert len(violations) == 1
