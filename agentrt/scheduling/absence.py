@@ -64,7 +64,7 @@ class Absences:
 
     def back(self, sequence: Sequence, now: float) -> None:
         """A call came: its program is not away any more."""
-        if sequence.program in self._away:
+        if sequence.program is not None and sequence.program in self._away:
             since, pages = self._away.pop(sequence.program)
             self._pages -= pages
             self._pause += (now - since - self._pause) / MEMORY

@@ -24,14 +24,14 @@ from agentrt.scheduling.view import LiveView
 TURNS = 16
 """Of so many admissions one is the oldest's, once it is overdue."""
 
-TOUCHED_PER_STEP = 64
+TOUCHED_PER_STEP = 48
 """Touched sequences that one step ranks anew: each is a match, and 10,000 may be touched at once."""
 
-NEW_PER_STEP = 64
+NEW_PER_STEP = 48
 """New sequences that one step ranks: 10,000 may arrive at once."""
 
-TOP_LOOKS = 32
-"""Outdated keys at the top that one admission puts in their place; after as many it takes what is there."""
+TOP_LOOKS = 64
+"""Outdated keys at the top that one step puts in their place; after as many it takes what is there."""
 
 Rank = tuple[int, Key]
 
@@ -56,6 +56,7 @@ class WaitingQueue:
         self._heap: list[tuple[Rank, int]] = []
         self._ages: list[tuple[float, int]] = []  # the same, by arrival
         self._turns = 0  # admissions since the oldest had its turn
+        self._looks = 0  # outdated keys at the top that this step may still put in their place
         self._listening: dict[Place, dict[int, Sequence]] = {}
         self._places: dict[int, tuple[Place, ...]] = {}
         self._touched: deque[dict[int, Sequence]] = deque()  # to be ranked anew
@@ -104,6 +105,7 @@ class WaitingQueue:
 
     def refresh(self) -> None:
         """Ranks what was touched and what is new, as much as one step may."""
+        self._looks = TOP_LOOKS
         self._rank_touched()
         for _ in range(min(NEW_PER_STEP, len(self._new))):
             sequence = self._waiting.get(self._new.popleft())
@@ -115,13 +117,14 @@ class WaitingQueue:
         oldest = self._oldest()
         if oldest is not None and self._turns >= TURNS - 1 and now - oldest.arrival > self._max_wait:
             return oldest
-        for _ in range(TOP_LOOKS):
+        while self._looks > 0:
             top = self._top()
             if top is None:
                 return None
             before = self._ranks[top.sequence_id]
             if self._rank(top) == before:
                 return top
+            self._looks -= 1
         return self._top()
 
     def admitted(self, sequence: Sequence) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ def best_by_brute_force(prompts, capacity):
     """Most blocks that any eviction of leaves can find: tries every set of prefixes that may be kept."""
     prompts = [tuple(prompt[: n + 1] for n in range(len(prompt))) for prompt in prompts]
 
-    @lru_cache(maxsize=None)
+    @cache
     def most(number, kept):
         if number == len(prompts):
             return 0
