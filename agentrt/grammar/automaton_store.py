@@ -1,7 +1,8 @@
 """Byte automata on disk: what was compiled ahead of time, found again by content. Bounded; the longest unused go first.
 
 An automaton over bytes belongs to no tokenizer, so one file serves every model. A file that cannot be read counts as
-absent, and is written anew; nothing in it is executed. Whether a grammar is found here changes only how long it takes.
+absent; nothing in it is executed. A schema that is found here takes the automaton without being asked to: both engines
+give the same masks, so that changes only how long they take.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import platformdirs
 
 from agentrt.grammar.regex_fsm import ByteAutomaton
+from agentrt.request import GrammarSpec
 
 #: Bytes that the folder may hold.
 MAX_BYTES = 256_000_000
@@ -28,20 +30,23 @@ def default_folder() -> Path:
 
 
 class AutomatonStore:
-    """A folder of automata, each named by the digest of its pattern."""
+    """A folder of automata, each named by the digest of what it was compiled from."""
 
     def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
         self._folder = folder or default_folder()
         self._max_bytes = max_bytes
 
-    def path_of(self, pattern: str) -> Path:
-        """The file of a pattern's automaton, there or not."""
-        digest = hashlib.sha256(f"{_FORM}:{pattern}".encode()).hexdigest()
+    def path_of(self, spec: GrammarSpec) -> Path:
+        """The file of a constraint's automaton, there or not."""
+        content = f"{_FORM}:{spec.kind}:{spec.options}:{spec.source}"
+        digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
         return self._folder / f"{digest[:40]}.npz"
 
-    def load(self, pattern: str) -> ByteAutomaton | None:
+    def load(self, spec: GrammarSpec) -> ByteAutomaton | None:
         """The automaton, if it is there and whole."""
-        path = self.path_of(pattern)
+        path = self.path_of(spec)
+        if not path.exists():
+            return None
         try:
             with np.load(path, allow_pickle=False) as kept:
                 table, accepting, start = kept["table"], kept["accepting"], int(kept["start"])
@@ -50,9 +55,9 @@ class AutomatonStore:
         except (OSError, ValueError, KeyError, EOFError, IndexError):
             return None
 
-    def save(self, pattern: str, automaton: ByteAutomaton) -> Path:
+    def save(self, spec: GrammarSpec, automaton: ByteAutomaton) -> Path:
         """Keeps the automaton, and drops the longest unused ones beyond the bound."""
-        path = self.path_of(pattern)
+        path = self.path_of(spec)
         self._folder.mkdir(parents=True, exist_ok=True)
         full = automaton.table[:, automaton.columns]
         with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part", delete=False) as file:

@@ -14,9 +14,9 @@ from typing import Any
 
 from agentrt.config import Limits
 from agentrt.errors import GrammarError, UserError
-from agentrt.grammar import regex_fsm, regex_syntax, schema_regex
+from agentrt.grammar import regex_fsm, schema_regex
 from agentrt.grammar.automaton_store import AutomatonStore
-from agentrt.grammar.compiler import GrammarCache
+from agentrt.grammar.compiler import GrammarCache, automaton_of
 from agentrt.grammar.killable import TooManyStatesError
 from agentrt.grammar.ledger import Entry, Ledger, Standing, checked
 from agentrt.grammar.normalize import normalize
@@ -60,7 +60,7 @@ class SchemaReport:
                 "the text is held back until then, and generated anew, within the request's bound, if it fails.",
                 "strict=True refuses it.",
             ]
-        return [*lines, f'engine="llguidance" by default. engine="fsm": {self.automaton}.']
+        return [*lines, f'llguidance takes it, unless it was compiled ahead of time (agentrt schema compile) or says engine="fsm"; then: {self.automaton}.']
 
 
 def check_schema(value: Any) -> SchemaReport:
@@ -72,14 +72,14 @@ def check_schema(value: Any) -> SchemaReport:
         entry = Entry(error.pointer, error.keyword or "schema", Standing.REJECTED, str(error))
         return SchemaReport((entry,), str(error), "", False)
     try:
-        automaton = _automaton(schema)[1]
+        automaton = _automaton(schema)
     except (schema_regex.NotRegularError, GrammarError) as error:
         return SchemaReport(compiled.ledger, "", f"stays on llguidance, because {error}", False)
     return SchemaReport(compiled.ledger, "", f"a finite automaton of {len(automaton):,} states", True, len(automaton))
 
 
 def compile_ahead(values: Iterable[Any], folder: Path | None = None) -> list[tuple[str, Path | None]]:
-    """Compiles schemas of the regular kind to automata on disk, where `engine="fsm"` finds them.
+    """Compiles schemas of the regular kind to automata on disk, where requests with the same schema find them.
 
     Args:
         values: Schemas, as `check_schema` takes them.
@@ -95,18 +95,17 @@ def compile_ahead(values: Iterable[Any], folder: Path | None = None) -> list[tup
     told: list[tuple[str, Path | None]] = []
     for value in values:
         try:
-            pattern, automaton = _automaton(schema_of(value))
-            told.append((f"{len(automaton):,} states", store.save(pattern, automaton)))
+            schema = schema_of(value)
+            automaton = _automaton(schema)
+            told.append((f"{len(automaton):,} states", store.save(json_schema_spec(schema), automaton)))
         except (schema_regex.NotRegularError, TooManyStatesError) as error:
             told.append((f"stays on llguidance, because {error}", None))
     return told
 
 
-def _automaton(schema: Any) -> tuple[str, regex_fsm.ByteAutomaton]:
+def _automaton(schema: Any) -> regex_fsm.ByteAutomaton:
     normal = normalize(schema)
-    node = schema_regex.regex_of(normal.schema, normal.definitions)
-    pattern = regex_syntax.write(node)
-    return pattern, regex_fsm.byte_automaton(pattern, regex_syntax.size(node), 0.8 * Limits().grammar_seconds)
+    return automaton_of(schema_regex.regex_of(normal.schema, normal.definitions), Limits())
 
 
 class ByteTokenizer:

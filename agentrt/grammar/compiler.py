@@ -1,7 +1,8 @@
 """From a `GrammarSpec` to a `CompiledGrammar`: which engine takes it, in which words, and what its ledger says.
 
 JSON Schemas (alone, in tools and between tags) and lark grammars go to llguidance; regular expressions and choices to
-the finite automaton. That depends on the spec alone, never on timing or use. A compiled grammar is immutable and
+the finite automaton, and so do schemas of the regular kind that ask for it or were compiled ahead of time. That never
+depends on timing or use. A compiled grammar is immutable and
 shared; each sequence has its own cursor. Compiled grammars are kept in a cache with a bound on count and bytes.
 """
 
@@ -232,33 +233,33 @@ def _json_schema(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _
         normal = normalize(schema, attempt=attempt, formats=formats)
         return _Built([{"json_schema": normal.whole()}], normal.ledger, verify)
 
-    if spec.engine == "fsm":
-        built = _json_automaton(schema, formats, limits)
+    if spec.engine != "llguidance":
+        built = _json_automaton(spec, schema, formats, limits)
         if built is not None:
             return _fsm(spec, built[0], vocabulary, built[1], verify)
     return _with_llguidance(spec, vocabulary, build)
 
 
-def _json_automaton(schema: Any, formats: bool, limits: Limits) -> tuple[regex_fsm.ByteAutomaton, Ledger] | None:
-    """The automaton of a schema of the regular kind, and its ledger; None where it stays on llguidance."""
+def _json_automaton(spec: GrammarSpec, schema: Any, formats: bool, limits: Limits) -> tuple[regex_fsm.ByteAutomaton, Ledger] | None:
+    """The automaton of a schema that was compiled ahead of time, or asks for it and is regular; None where it stays on llguidance."""
+    kept = AutomatonStore().load(spec)
+    if kept is None and spec.engine != "fsm":
+        return None
     normal = normalize(schema, formats=formats)
     try:
-        node = schema_regex.regex_of(normal.schema, normal.definitions)
-        return automaton_of(node, limits), normal.ledger
+        return kept or automaton_of(schema_regex.regex_of(normal.schema, normal.definitions), limits), normal.ledger
     except (schema_regex.NotRegularError, TooManyStatesError):
         return None
 
 
 def automaton_of(node: regex_syntax.Node, limits: Limits) -> regex_fsm.ByteAutomaton:
-    """The automaton of a pattern, from disk if it was compiled ahead of time.
+    """The automaton of a pattern.
 
     Raises:
         TooManyStatesError: It would be too large.
         GrammarError: It takes too long to compile.
     """
-    pattern = regex_syntax.write(node)
-    kept = AutomatonStore().load(pattern)
-    return kept or regex_fsm.byte_automaton(pattern, regex_syntax.size(node), 0.8 * limits.grammar_seconds)
+    return regex_fsm.byte_automaton(regex_syntax.write(node), regex_syntax.size(node), 0.8 * limits.grammar_seconds)
 
 
 def _lark(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> _Parts:

@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrt.errors import GrammarError
+from agentrt.grammar import GrammarCache, check_schema, compile_ahead, json_schema_spec
 from agentrt.grammar import regex_syntax as syntax
 from agentrt.grammar.automaton_store import AutomatonStore
 from agentrt.grammar.killable import PatternCompiler, TooManyStatesError
 from agentrt.grammar.regex_fsm import FsmMatcher, TokenFsm, automaton_of_choices, byte_automaton
 from agentrt.grammar.regex_worker import SENTINEL
 from agentrt.grammar.vocabulary import vocabulary_of
+from agentrt.request import GrammarSpec
 
 PATTERNS = ["yes|no|maybe", "(?:ab|abcd)(?:e|)", r"\d{4}-\d{2}(?:-foobar)?", '\\{"name": "[a-z_]{1,8}"(?:, "city": "[^"]*")?\\}', "é[à-ü]+|漢*", "(a|b)*abb"]
 
@@ -117,14 +119,40 @@ def test_a_pattern_that_explodes_is_killed_and_the_next_one_works():
 
 def test_the_store_gives_back_what_it_was_given_and_stays_small(tmp_path):
     automaton = byte_automaton("(?:a|b)+c", 4, 20)
+    spec = GrammarSpec("regex", "(?:a|b)+c")
     store = AutomatonStore(tmp_path, max_bytes=1)
-    path = store.save("(?:a|b)+c", automaton)
-    again = store.load("(?:a|b)+c")
+    path = store.save(spec, automaton)
+    again = store.load(spec)
     assert again is not None
     assert (again.table == automaton.table).all()
     assert (again.columns == automaton.columns).all()
     assert again.start == automaton.start
-    store.save("x", byte_automaton("x", 1, 20))
-    assert store.load("(?:a|b)+c") is None, "the older file went when the folder was over its bound"
+    store.save(GrammarSpec("regex", "x"), byte_automaton("x", 1, 20))
+    assert store.load(spec) is None, "the older file went when the folder was over its bound"
     path.write_bytes(b"not a table")
-    assert store.load("(?:a|b)+c") is None, "a broken file counts as absent"
+    assert store.load(spec) is None, "a broken file counts as absent"
+
+
+def test_a_schema_compiled_ahead_takes_the_automaton_without_being_asked(tmp_path, monkeypatch, byte_tokens):
+    monkeypatch.setenv("AGENTRT_HOME", str(tmp_path))
+    closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    told = compile_ahead([closed, {"type": "object"}])
+    assert told[0][1] is not None
+    assert told[1][1] is None
+    assert "open to properties" in told[1][0] or "any JSON" in told[1][0]
+    spec = json_schema_spec(closed)
+    assert GrammarCache().compile(spec, byte_tokens).engine == "fsm"
+    monkeypatch.setenv("AGENTRT_HOME", str(tmp_path / "elsewhere"))
+    assert GrammarCache().compile(spec, byte_tokens).engine == "llguidance"
+
+
+def test_what_check_says_is_what_happens():
+    report = check_schema({"type": "object", "properties": {"a": {"uniqueItems": True, "type": "array"}}, "additionalProperties": False})
+    assert ("/properties/a", "uniqueItems", "CHECKED") in [row[:3] for row in report.rows]
+    assert "held back" in report.summary[0]
+    assert not report.regular
+    refused = check_schema({"$ref": "http://localhost:1/x"})
+    assert refused.rows[0][:3] == ("/", "$ref", "REJECTED")
+    assert "refused" in refused.summary[0]
+    assert check_schema(dict[str, int]).error == ""
+    assert check_schema({"enum": ["a", "b"]}).states > 2
