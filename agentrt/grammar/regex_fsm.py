@@ -167,6 +167,7 @@ class TokenFsm:
         self._eos = vocabulary.mask_of(vocabulary.eos_ids)
         self._kept_masks = MASK_BYTES // (4 * vocabulary.words)
         self._lock = threading.Lock()
+        vocabulary.prepare()
 
     def mask(self, state: int) -> NDArray[np.int32]:
         """int32 [words]: tokens whose bytes stay inside the automaton, and the end tokens if `state` accepts."""

@@ -103,6 +103,10 @@ class Vocabulary:
             tails.append(text[len(prefix) :])
         return tails
 
+    def prepare(self) -> None:
+        """Makes the tables that an automaton needs now, while a grammar is compiled, and not in the middle of a step."""
+        _ = self.by_bytes, self._by_text, self.by_first_byte, self.max_length
+
     @cached_property
     def by_first_byte(self) -> list[NDArray[np.int64]]:
         """For each byte, the ids of the tokens that begin with it."""

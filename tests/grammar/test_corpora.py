@@ -4,6 +4,8 @@ import json
 import random
 import time
 
+import jsonschema
+import numpy as np
 import pytest
 
 import agentrt.grammar as grammar
@@ -69,6 +71,40 @@ def test_a_sample_of_the_corpus_has_no_wrong_verdict(name, count, read_corpus, b
     tally = run(random.Random(4).sample(rows, count), byte_tokens, 200)
     assert tally.wrong == []
     assert tally.counts["refused"] == 0
+
+
+def written_calls(row, tokenizer, rng):
+    """What a model of random weights calls, with a leaning towards ends; None if it was cut."""
+    compiled = grammar.compile(grammar.tools_spec(row["tools"], tool_choice="required", parallel=False), tokenizer)
+    cursor, text = compiled.cursor(), bytearray()
+    while not cursor.finished and len(text) < 1500:
+        run = cursor.forced()
+        if not run:
+            allowed = [int(t) for t in np.flatnonzero(np.unpackbits(cursor.allowed().view(np.uint8), bitorder="little")) if t not in tokenizer.eos_ids]
+            ends = [t for t in allowed if set(tokenizer.token_bytes(t)) & set(b'"}],')]
+            run = [rng.choice(ends if ends and rng.random() < 0.6 else allowed)]
+        for token in run:
+            assert cursor.advance(token)
+            text += tokenizer.token_bytes(token)
+    return (compiled, text.decode()) if cursor.finished else None
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.proof)])
+def test_every_finished_call_parses_validates_and_names_an_offered_tool(count, corpora, trained_tokens):
+    with (corpora / "bfcl_tools.jsonl").open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines][:count]
+    rng, finished = random.Random(5), 0
+    for row in rows:
+        result = written_calls(row, trained_tokens, rng)
+        if result is None:
+            continue
+        finished += 1
+        compiled, text = result
+        call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+        parameters = {t["function"]["name"]: t["function"]["parameters"] for t in row["tools"]}[call["name"]]
+        assert compiled.verify(text) == [] or compiled.checked
+        assert jsonschema.Draft202012Validator(parameters).is_valid(call["arguments"]) or compiled.checked
+    assert finished > 0.7 * len(rows)
 
 
 @pytest.mark.proof
