@@ -24,13 +24,13 @@ from agentrt.scheduling.view import LiveView
 TURNS = 16
 """Of so many admissions one is the oldest's, once it is overdue."""
 
-TOUCHED_PER_STEP = 48
+TOUCHED_PER_STEP = 24
 """Touched sequences that one step ranks anew: each is a match, and 10,000 may be touched at once."""
 
-NEW_PER_STEP = 48
+NEW_PER_STEP = 32
 """New sequences that one step ranks: 10,000 may arrive at once."""
 
-TOP_LOOKS = 64
+TOP_LOOKS = 24
 """Outdated keys at the top that one step puts in their place; after as many it takes what is there."""
 
 Rank = tuple[int, Key]
@@ -119,8 +119,8 @@ class WaitingQueue:
             return oldest
         while self._looks > 0:
             top = self._top()
-            if top is None:
-                return None
+            if top is None or self._untouched(top):
+                return top
             before = self._ranks[top.sequence_id]
             if self._rank(top) == before:
                 return top
@@ -195,6 +195,11 @@ class WaitingQueue:
             self._places[sequence.sequence_id] = places
         for place in places:
             self._listening.setdefault(place, {})[sequence.sequence_id] = sequence
+
+    def _untouched(self, sequence: Sequence) -> bool:
+        """Whether nothing has changed at the sequence's places since it was ranked."""
+        places = self._places.get(sequence.sequence_id, ())
+        return all(sequence.sequence_id in self._listening.get(place, ()) for place in places)
 
     def _unlisten(self, sequence: Sequence) -> None:
         for place in self._places.pop(sequence.sequence_id, ()):

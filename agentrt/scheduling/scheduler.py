@@ -32,7 +32,7 @@ PUBLISH_EVERY = 32
 ABSENT_SHARE = 0.5
 
 #: Sequences that one step parks beside a sibling: 10,000 may wait for one prefix.
-PARKED_PER_STEP = 32
+PARKED_PER_STEP = 24
 
 
 @dataclass(frozen=True, slots=True)
