@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import agentrt
 
-TURNS = ["My name is Ada and I keep bees.", "Suggest one name for my honey.", "What was my name?"]
+TURNS = ["Name one animal that makes honey.", "And one that eats it?", "Which of the two is bigger?"]
 
 
 @agentrt.function

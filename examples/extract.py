@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 import agentrt
 
 DOCUMENTS = [
-    "Invoice 1187 from Holm & Daughters, for two bicycle tyres at 24 euros each, 48 euros in all. To be paid in 30 days.",
-    "Receipt 52. Lindqvist's bakery: three rye loaves, 4 euros each. Paid in cash, 12 euros. Thank you!",
+    "Invoice 1187 from Holm & Daughters, for two bicycle tyres. Total: 48 euros, to be paid in 30 days.",
+    "Receipt 52. Lindqvist's bakery: three rye loaves. Total: 12 euros, paid in cash. Thank you!",
 ]
 
 

@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import agentrt
 
-SHOTS = """Sort each message that a town library gets: opening, loan, event or complaint.
+SHOTS = """These are countries, their capitals, and the continents that they lie in.
 
-Message: At what time do you close on Friday?
-Kind: opening
+Country: Sweden
+Capital: Stockholm
+Continent: Europe
 
-Message: I would like to keep this novel for two more weeks.
-Kind: loan
+Country: Egypt
+Capital: Cairo
+Continent: Africa
 
-Message: Is there a reading for children on Saturday?
-Kind: event
+Country: Peru
+Capital: Lima
+Continent: South America
 
-Message: Somebody has torn the last page out of my favourite book.
-Kind: complaint
+Country: Thailand
+Capital: Bangkok
+Continent: Asia
 
 """
-MESSAGES = [
-    "Are you open on Sunday?",
-    "Can I borrow three books at once?",
-    "Who reads at the poetry evening?",
-    "The heating in the reading room does not work again.",
-    "May I renew my atlas?",
-    "When do the doors open tomorrow?",
-]
+COUNTRIES = ["France", "Japan", "Kenya", "Italy", "Chile", "Norway", "Vietnam", "Portugal"]
 
 
 @agentrt.function
-def sort_message(s, message: str):
+def describe(s, country: str):
     s += SHOTS
-    s += f"Message: {message}\nKind:"
-    s += agentrt.select("kind", [" opening", " loan", " event", " complaint"])
-    return s["kind"].strip()
+    s += f"Country: {country}\nCapital:"
+    s += agentrt.gen("capital", max_tokens=6, stop="\n")
+    s += "\nContinent:"
+    s += agentrt.gen("continent", max_tokens=4, stop="\n")
+    return s["capital"].strip(), s["continent"].strip()
 
 
 def main() -> None:
-    states = sort_message.run_batch([{"message": message} for message in MESSAGES])
+    states = describe.run_batch([{"country": country} for country in COUNTRIES], temperature=0)
     prompt = reused = 0
-    for message, state in zip(MESSAGES, states, strict=True):
-        print(f"{state.ret_value:10} {message}")
+    for country, state in zip(COUNTRIES, states, strict=True):
+        print(f"{country:10} {state.ret_value[0]:12} {state.ret_value[1]}")
         totals = state.report().values["totals"]
         prompt, reused = prompt + totals["prompt_tokens"], reused + totals["cached_tokens"]
     print(f"{reused} of {prompt} prompt tokens reused")

@@ -17,25 +17,30 @@ DIMENSIONS = {
     "structure": "Do the sentences follow each other in a good order?",
     "argument": "Does the text support its conclusion?",
 }
+MARKS = ["poor", "fair", "good", "excellent"]
 
 
 @agentrt.function
 def judge(s, essay: str):
-    s += agentrt.system("You are a strict but fair judge of essays. You give marks from 1 (bad) to 5 (excellent).")
+    s += agentrt.system(
+        "You are a strict but fair judge of essays. You call each quality poor, fair, good or excellent."
+    )
     s += agentrt.user(essay)
     s += agentrt.assistant("I have read the essay. What shall I mark?")
     branches = s.fork(len(DIMENSIONS))
     for branch, question in zip(branches, DIMENSIONS.values(), strict=True):
-        branch += agentrt.user(f"{question} Give a mark from 1 to 5.")
-        branch += agentrt.assistant(["Mark: ", agentrt.select("mark", ["1", "2", "3", "4", "5"])])
+        branch += agentrt.user(f"{question} Is this poor, fair, good or excellent?")
+        branch += agentrt.assistant(
+            ["This is ", agentrt.select("mark", MARKS, choices_method="unconditional_likelihood_normalized")]
+        )
     branches.join()
-    return dict(zip(DIMENSIONS, map(int, s["mark"]), strict=True))
+    return dict(zip(DIMENSIONS, s["mark"], strict=True))
 
 
 def main() -> None:
     state = judge.run(ESSAY)
     for dimension, mark in state.ret_value.items():
-        print(f"{dimension:10} {'*' * mark}")
+        print(f"{dimension:10} {mark}")
     print(state.report())
 
 

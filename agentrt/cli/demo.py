@@ -1,18 +1,46 @@
-"""``agentrt demo``: the default model answers real prompts, and what was reused is shown beside what was computed."""
+"""``agentrt demo``: an agent with real tools at work, and what reuse and jump-forward were worth to it.
+
+The agent is `examples/react_agent.py`, run twice in one go: as it is, and without prefix cache and jump-forward. Where the examples
+are not at hand (an installed package), the default model answers a few questions on one system prompt instead. Invariant: every
+figure shown was measured in this run.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from agentrt.backend import stream
-from agentrt.cli.start import start_engine
+import agentrt
+from agentrt.backend import Sink, set_default_backend, stream
+from agentrt.cli.start import resolve_shown, start_engine
+from agentrt.observe.report import Report, joined
 from agentrt.request import Request, SamplingParams
 from agentrt.runtime import Engine
+
+EXAMPLES = Path(agentrt.__file__).parent.parent / "examples"
+
+#: Which of the example's questions are asked: one for each tool.
+ASKED = (4, 7, 14, 19)
+
+
+class WithoutJumps(Engine):
+    """An engine that appends no forced token: the model is asked for each of them."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """As `Engine.submit`, with jump-forward off."""
+        sampling = request.sampling
+        if sampling.grammar is not None:
+            sampling = sampling.replace(grammar=replace(sampling.grammar, jump_forward="off"))
+        super().submit(replace(request, sampling=sampling), sink)
 
 SYSTEM = """You are the librarian of a small town. You answer in one or two short sentences, kindly and exactly.
 These are the rules of the library, which you know by heart:
@@ -47,8 +75,61 @@ class Shown:
 
 
 def run() -> None:
-    """Asks, streams, and sums up."""
-    out = Console()
+    """Runs the agent, or, where there are no examples, the questions."""
+    if (EXAMPLES / "react_agent.py").is_file():
+        agent(Console())
+    else:
+        questions(Console())
+
+
+def agent(out: Console) -> None:
+    """The ReAct agent, live; then once more without what the runtime does for it, and both side by side."""
+    sys.path.insert(0, str(EXAMPLES))
+    react = import_module("react_agent")
+    asked = [react.QUESTIONS[place] for place in ASKED]
+    out.print(f"[bold]An agent with a calculator, notes, a database and an MCP server[/], on {react.MODEL}\n")
+    ours, answers = _measure(out, react, asked, Engine)
+    out.print("\n[bold]The same again, with prefix cache and jump-forward off[/]\n")
+    plain, others = _measure(out, react, asked, WithoutJumps, prefix_cache=False)
+    out.print(_comparison(ours, plain))
+    faster = plain.values["wall_seconds"] / ours.values["wall_seconds"]
+    same = "the same answers" if answers == others else "[bold red]not the same answers[/]"
+    out.print(f"\n{faster:.1f} times as fast, {same}.", highlight=False)
+
+
+def _measure(out: Console, react: Any, asked: Sequence[Any], kind: type[Engine], **options: Any) -> tuple[Report, list[Any]]:
+    resolve_shown(react.MODEL)
+    with out.status("loading"):
+        engine = kind(react.MODEL, **options)
+    with engine:
+        set_default_backend(engine)
+        try:
+            states = asyncio.run(react.live(asked))
+        finally:
+            set_default_backend(None)
+        return joined((state.report() for state in states), program="react"), [state.ret_value for state in states]
+
+
+def _comparison(ours: Report, plain: Report) -> Table:
+    table = Table(title="\nwhat it took", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("", "agentrt", "cache and jump-forward off"):
+        table.add_column(column, justify="right" if column else "left")
+    for label, name in (
+        ("prompt tokens", "prompt_tokens"),
+        ("of them reused", "cached_tokens"),
+        ("of them computed", "computed_tokens"),
+        ("tokens generated", "completion_tokens"),
+        ("of them forced by a grammar", "forced_tokens"),
+        ("forward passes", "forward_passes"),
+        ("forward passes saved", "passes_saved"),
+    ):
+        table.add_row(label, *(f"{report.values['totals'][name]:,}" for report in (ours, plain)))
+    table.add_row("seconds", *(f"{report.values['wall_seconds']:.1f}" for report in (ours, plain)))
+    return table
+
+
+def questions(out: Console) -> None:
+    """Asks the default model, streams, and sums up."""
     sampling = SamplingParams(max_tokens=48, temperature=0)
     with start_engine(None) as engine:
         out.print(f"[bold]{engine.capabilities.model}[/] on {engine.facts.device}, {engine.facts.dtype}, {engine.facts.threads} threads\n")

@@ -24,6 +24,7 @@ from agentrt.errors import AgentrtError, EngineError, UserError
 from agentrt.request import SamplingParams
 from agentrt.server.anthropic_routes import anthropic_routes
 from agentrt.server.gate import Gate
+from agentrt.server.inspector_routes import inspector_routes
 from agentrt.server.native_routes import native_routes
 from agentrt.server.openai_routes import openai_routes
 from agentrt.server.presence import ClientGoneError
@@ -97,7 +98,7 @@ def create_app(
 
     app = FastAPI(title="agentrt", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, max_body_size=config.body_bytes)
     app.state.service = service
-    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes):
+    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes, inspector_routes):
         app.include_router(routes(service, APIRouter(route_class=StrictJsonRoute)))
     _tell_errors(app, service, on_death)
     app.add_middleware(Gate, api_key=config.api_key, header_bytes=config.header_bytes)

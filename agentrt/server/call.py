@@ -7,8 +7,10 @@ write. Invariant: every call ends in the books exactly once, well or not, and le
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentrt.observe.metrics import Metrics, RequestTimes
 from agentrt.request import TokenDelta, Usage
@@ -17,6 +19,9 @@ from agentrt.server.flight import Flight, FlightTable
 from agentrt.server.programs import ProgramBook
 from agentrt.server.refusals import refusal_of
 from agentrt.server.turns import TurnMemory
+
+#: Ended calls that the inspector shows.
+RECENT_CALLS = 50
 
 
 @dataclass(slots=True)
@@ -27,6 +32,7 @@ class Books:
     metrics: Metrics
     programs: ProgramBook
     turns: TurnMemory
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
 
 
 @dataclass(slots=True)
@@ -91,8 +97,14 @@ class Call:
             self._note_success()
         else:
             self.books.metrics.failed(failure_code(error))
+        self.books.recent.appendleft(flight_summary(self.flight) | {"outcome": self._outcome(error)})
         if self.on_end is not None:
             self.on_end(self)
+
+    def _outcome(self, error: BaseException | None) -> str:
+        if error is not None or not self.flight.over:
+            return failure_code(error)
+        return ", ".join(sorted({answer.finish_reason.value for answer in self.answers if answer.finish_reason}))
 
     def _note_success(self) -> None:
         flight, books = self.flight, self.books
@@ -108,6 +120,23 @@ class Call:
                 books.programs.note(request.program.program, flight.endpoint, request.prompt_ids, answers[0].token_ids, usage)
             for answer in answers if self.remembers else ():
                 books.turns.remember(request.prompt_ids, answer.token_ids)
+
+
+def flight_summary(flight: Flight) -> dict[str, Any]:
+    """What the inspector shows of a flight."""
+    return {
+        "id": flight.call_id,
+        "endpoint": flight.endpoint,
+        "seconds": round(time.monotonic() - flight.started, 3),
+        "first_token_seconds": None if flight.first_token is None else round(flight.first_token - flight.started, 3),
+        "running": flight.first_token is not None,
+        "samples": sum(request.sampling.n for request in flight.requests),
+        "prompt_tokens": sum(len(request.prompt_ids) for request in flight.requests),
+        "cached_tokens": flight.cached_tokens,
+        "generated_tokens": flight.generated_tokens,
+        "forced_tokens": flight.forced_tokens,
+        "program": next((request.program.program for request in flight.requests if request.program), None),
+    }
 
 
 def _since(flight: Flight, moment: float | None) -> float | None:

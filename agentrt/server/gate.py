@@ -6,6 +6,8 @@ Plain ASGI, so that a client's hanging up reaches the routes. Invariant: without
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -41,11 +43,20 @@ class Gate:
             return Refusal(431, f"the headers have {size} bytes; at most {self._header_bytes} are allowed", code="headers_too_large")
         if self._key is None or scope["path"] in OPEN_PATHS or self._has_key(scope):
             return None
-        wanted = {"WWW-Authenticate": "Bearer"}
+        page = scope["path"] == "/" or scope["path"].startswith("/inspector/")
+        wanted = {"WWW-Authenticate": 'Basic realm="agentrt: the api key is the password"' if page else "Bearer"}
         return Refusal(401, "the api key is missing or wrong; send it as a bearer token", code="invalid_api_key", headers=wanted)
 
     def _has_key(self, scope: Scope) -> bool:
         headers = dict(scope["headers"])
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        sent = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        sent = {b"bearer": token.strip(), b"basic": _password(token)}.get(scheme.lower(), headers.get(b"x-api-key", b""))
         return self._key is not None and hmac.compare_digest(sent, self._key)
+
+
+def _password(token: bytes) -> bytes:
+    """The password of basic authentication, which is how a browser sends the key."""
+    try:
+        return base64.b64decode(token, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""

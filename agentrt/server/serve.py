@@ -133,7 +133,10 @@ class _Server(uvicorn.Server):
             self.flights = app.state.service.flights
             async with app.router.lifespan_context(app):
                 front.app = app
-                _log.info("serving %s at %s", backend.capabilities.model, ", ".join(self._addresses()))
+                while not self.started and not listening.done():
+                    await asyncio.sleep(0.01)
+                if self.started:
+                    _log.info("serving %s at %s", backend.capabilities.model, ", ".join(self._addresses()))
                 await listening
         finally:
             await asyncio.to_thread(backend.close)

@@ -59,7 +59,7 @@ def live(backend: Backend, config: ServerConfig | None = None) -> Iterator[LiveS
         server.close()
 
 
-@pytest.fixture()
+@pytest.fixture
 def serving() -> Iterator[Callable[..., LiveServer]]:
     """Starts live servers on scripted backends; all are closed at the end."""
     with contextlib.ExitStack() as stack:
@@ -77,6 +77,12 @@ def plain_server() -> Iterator[LiveServer]:
     """A server that says ok, one for the session."""
     with live(ScriptedBackend("ok")) as server:
         yield server
+
+
+@pytest.fixture(scope="session", name="live")
+def live_fixture() -> Callable[..., contextlib.AbstractContextManager[LiveServer]]:
+    """Serves a backend of the test's own."""
+    return live
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ CALLS = (
 )
 
 
-@pytest.fixture()
+@pytest.fixture
 def client_of(serving):
     clients = []
 
