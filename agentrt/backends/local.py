@@ -330,6 +330,11 @@ class LocalBackend:
         stats: dict[str, Any] = self._call("stats")
         return stats
 
+    def hot_paths(self, limit: int = 20) -> list[Any]:
+        """The hottest branches of the prefix tree (`agentrt.cache.prefix_cache.HotPath`), for an inspector."""
+        paths: list[Any] = self._call("hot_paths", limit)
+        return paths
+
     def close(self) -> None:
         """Shuts down; pending requests get an EngineError."""
         self._finalizer()

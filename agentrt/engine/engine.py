@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from agentrt.backend import FlushReport, Load, Tokenizer
-from agentrt.cache.prefix_cache import PrefixCache
+from agentrt.cache.prefix_cache import HotPath, PrefixCache
 from agentrt.engine.executor import Executor
 from agentrt.engine.live_request import LiveRequest
 from agentrt.engine.masks import MaskMaker
@@ -233,6 +233,10 @@ class EngineCore:
         used = 1 - self._cache.available_pages / self._cache.pool.total
         return Load(self._scheduler.running, self._scheduler.waiting, used)
 
+    def hot_paths(self, limit: int) -> list[HotPath]:
+        """The hottest branches of the prefix tree, for an inspector."""
+        return self._cache.hot_paths(limit)
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
         return {
@@ -241,6 +245,8 @@ class EngineCore:
             "running": self._scheduler.running,
             "waiting": self._scheduler.waiting,
             "preemptions": self._scheduler.preemptions,
+            "prefix_cache_queries": self._cache.queried_tokens_total,
+            "prefix_cache_hits": self._cache.hit_tokens_total,
             "cached_tokens_now": self._cache.cached_tokens,
             "locked_tokens_now": self._cache.locked_tokens,
             "kv_tokens": self._cache.pool.total * self._cache.page_size,

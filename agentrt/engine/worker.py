@@ -35,7 +35,7 @@ Inbox = queue.SimpleQueue[Message]
 Send = Callable[[Message], None]
 
 #: What may be called between steps.
-CALLS = ("flush_cache", "cached_prefix", "hold", "end_program", "load", "stats")
+CALLS = ("flush_cache", "cached_prefix", "hold", "end_program", "load", "stats", "hot_paths")
 
 
 @dataclass(frozen=True, slots=True)
