@@ -64,10 +64,10 @@ class SchedulerConfig:
         prefill_tokens: Most of those that prefill chunks may take while other sequences decode, so that a long
             prompt does not stall them; None: half of `step_tokens`.
         max_running: Most sequences in one step; None: 64 on a CPU, 256 on a GPU.
-        max_wait: Seconds of waiting after which a request goes before every younger one, whatever the policy says.
+        max_wait: Seconds of waiting after which the oldest request gets one of every 16 admissions, whatever the policy says.
     """
 
-    policy: Policy = "lpm"
+    policy: Policy = "program"
     step_tokens: int | None = None
     prefill_tokens: int | None = None
     max_running: int | None = None

@@ -59,6 +59,7 @@ class WaitingQueue:
         self._looks = 0  # outdated keys at the top that this step may still put in their place
         self._listening: dict[Place, dict[int, Sequence]] = {}
         self._places: dict[int, tuple[Place, ...]] = {}
+        self._lasting: set[int] = set()  # whose rank changes only where they listen
         self._touched: deque[dict[int, Sequence]] = deque()  # to be ranked anew
 
     def __len__(self) -> int:
@@ -82,6 +83,7 @@ class WaitingQueue:
     def park(self, sequence: Sequence) -> None:
         """Takes a sequence out of the order until it is woken; it goes on waiting, and ageing."""
         self._ranks.pop(sequence.sequence_id, None)
+        self._lasting.discard(sequence.sequence_id)
         self._unlisten(sequence)
 
     def wake(self, sequences: Iterable[Sequence]) -> None:
@@ -176,6 +178,7 @@ class WaitingQueue:
             heapq.heappush(self._heap, (rank, sequence_id))
             self._compact()
         self._listen(sequence, view.places)
+        (self._lasting.add if view.lasting else self._lasting.discard)(sequence_id)
         return rank
 
     def _compact(self) -> None:
@@ -197,9 +200,9 @@ class WaitingQueue:
             self._listening.setdefault(place, {})[sequence.sequence_id] = sequence
 
     def _untouched(self, sequence: Sequence) -> bool:
-        """Whether nothing has changed at the sequence's places since it was ranked."""
+        """Whether nothing has changed that its rank was made from."""
         places = self._places.get(sequence.sequence_id, ())
-        return all(sequence.sequence_id in self._listening.get(place, ()) for place in places)
+        return sequence.sequence_id in self._lasting and all(sequence.sequence_id in self._listening.get(place, ()) for place in places)
 
     def _unlisten(self, sequence: Sequence) -> None:
         for place in self._places.pop(sequence.sequence_id, ()):

@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from agentrt.cache.prefix_cache import PrefixCache
 from agentrt.cache.radix_tree import Match
 from agentrt.errors import AgentrtError, ConstraintError, NumericalError, TooLongError
@@ -309,7 +311,7 @@ class Scheduler:
         return Admission(
             sequence.sequence_id,
             self._slots(sequence, 0, lease.cached_tokens),
-            tuple(sequence.token_ids),
+            tuple(sequence.token_ids) if sequence.output_length else sequence.request.prompt_ids,
             sequence.prompt_length,
             sequence.request.sampling,
             sequence.seed,
@@ -556,7 +558,8 @@ class Scheduler:
 
     def _restart(self, sequence: Sequence, violations: tuple[str, ...]) -> Update:
         """Begins an answer that failed its final check anew, as often as the request allows: with another seed, or, where the
-        same tokens would be chosen again, without the answers that failed."""
+        same tokens would be chosen again, without the answers that failed.
+        """
         if sequence.resamples >= sequence.request.sampling.max_resamples or sequence.watch is None:
             what = "; ".join(violations[:3])
             message = f"after {sequence.resamples + 1} tries the output still fails its final check: {what}"
@@ -590,5 +593,5 @@ class Scheduler:
             return (sequence.pages[start // size] * size + start % size,)
         first = start // size
         pages = sequence.pages[first : self._pages_for(stop)]
-        slots = itertools.chain.from_iterable(range(page * size, page * size + size) for page in pages)
-        return tuple(itertools.islice(slots, start - first * size, stop - first * size))
+        slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()
+        return tuple(slots[start - first * size : stop - first * size].tolist())

@@ -57,9 +57,13 @@ class ProgramWork:
 
 
 class LiveView:
-    """One sequence, as the policy sees it now."""
+    """One sequence, as the policy sees it now.
 
-    __slots__ = ("_cache", "_crowd", "_match", "_sequence", "_work")
+    Attributes:
+        lasting: Whether only a change at `places` can change what was seen; not so if the crowd or the program was looked at.
+    """
+
+    __slots__ = ("_cache", "_crowd", "_match", "_sequence", "_work", "lasting")
 
     def __init__(self, sequence: Sequence, cache: PrefixCache, crowd: Crowd, work: ProgramWork) -> None:
         self._sequence = sequence
@@ -67,6 +71,7 @@ class LiveView:
         self._crowd = crowd
         self._work = work
         self._match: Match | None = None
+        self.lasting = True
 
     @property
     def match(self) -> Match:
@@ -83,6 +88,7 @@ class LiveView:
     @property
     def branch(self) -> tuple[tuple[int, int], ...]:
         """The matched nodes from the root: how many waiting sequences go through each, and its id."""
+        self.lasting = False
         node = self.match.node
         path = () if node is None else tuple(node.uid for node in node.path())
         self._crowd.enter(self._sequence, path)
@@ -91,6 +97,7 @@ class LiveView:
     @property
     def program_tokens(self) -> int:
         """Tokens computed for the sequence's program so far."""
+        self.lasting = False
         return self._work[self._sequence.program]
 
     @property

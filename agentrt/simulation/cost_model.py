@@ -59,7 +59,7 @@ class CostModel:
 
 
 PRESETS = {
-    # Measured on two cores of a 2.x GHz server with the default model (360M parameters) in float32; see docs/scheduling.md.
+    # An estimate, not a fit: a 360M-parameter model in float32 on two cores. A trace recorded with `--record-trace` gives your own prices.
     "cpu-360m": CostModel(step=0.055, token=0.0045, sequence=0.0005, context=1.5e-6, attention=1.5e-7),
     # Arithmetic, not measured: 8B weights in bfloat16 at 3.3 TB/s and 500 TFLOP/s, 128 KiB of KV a token.
     "gpu-8b": CostModel(step=0.006, token=3.2e-5, sequence=1e-5, context=4e-8, attention=1e-9),
