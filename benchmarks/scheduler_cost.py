@@ -1,6 +1,6 @@
 """What scheduling costs: planning with 10,000 waiting, matching and evicting in a large tree, a plain decode step. One core, its own time.
 
-Full passes of Python's garbage collector are left out (0.05 to 0.1 s with 10,000 requests alive, a few in an hour): a server that minds
+Full passes of Python's garbage collector are left out (0.05 to 0.1 s each with 10,000 requests alive): a server that minds
 them freezes or disables the collector.
 
     OMP_NUM_THREADS=1 python benchmarks/scheduler_cost.py [--json results.json]
