@@ -109,7 +109,8 @@ class LiveRequest:
         first = min((s.first_admission for s in self.sequences if s.first_admission is not None), default=now)
         return Usage(
             prompt_tokens=len(self.request.prompt_ids),
-            cached_tokens=self.sequences[0].cached_tokens or 0,
+            # With forced tokens at its start a sequence may find more than its prompt.
+            cached_tokens=min(self.sequences[0].cached_tokens or 0, len(self.request.prompt_ids)),
             completion_tokens=sum(s.output_length for s in self.sequences),
             forced_tokens=sum(sum(s.output_forced) for s in self.sequences),
             forward_passes=sum(s.forward_passes for s in self.sequences),

@@ -192,7 +192,7 @@ def completion_sampling(body: CompletionBody) -> dict[str, Any]:
         raise UserError("suffix is not supported; put what follows into the prompt", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UserError("best_of is not supported; ask for n and choose", param="best_of")
-    sampling = {"max_tokens": 16} | sampling_fields(body)
+    sampling = {"max_tokens": 16} | sampling_fields(body) | {"strict": bool(body.strict)}
     if body.logprobs is not None:
         sampling["logprobs"] = body.logprobs
         if body.echo:
