@@ -1,0 +1,187 @@
+"""How often a model's calls of tools are right: free text, auto and required, at any OpenAI-compatible address.
+
+Sends BFCL's requests to the address, greedy, and scores the calls against their answers: the name and every argument must
+match (strings without case, spaces and punctuation; "" among the allowed values means that the argument may be left
+out). Differences between two ways of asking are paired, with a bootstrap interval.
+
+    python benchmarks/tool_accuracy.py http://127.0.0.1:8000 --model qwen2.5-coder-0.5b --limit 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+MODES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer: the calls in it, whether they parse, whether they are right, and what they cost."""
+
+    parsed: bool
+    right: bool
+    tokens: int
+    seconds: float
+
+
+def corpus(limit: int | None, rows: str) -> list[dict[str, Any]]:
+    folder = Path(os.environ.get("AGENTRT_CORPORA", CHECKOUT.parent / "shared" / "data"))
+    lines = (folder / "bfcl_tools.jsonl").read_text().splitlines()
+    chosen = {"all": lines, "even": lines[::2], "odd": lines[1::2]}[rows]
+    return [json.loads(line) for line in chosen[:limit]]
+
+
+def plain(value: Any) -> Any:
+    """A value as it is compared."""
+    if isinstance(value, str):
+        return re.sub(r"[\s\W_]+", "", value).lower()
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return value
+
+
+def same(given: Any, allowed: Any) -> bool:
+    """Whether a value is an allowed one; an allowed object may itself list what is allowed for each of its keys."""
+    if isinstance(allowed, dict) and isinstance(given, dict):
+        return all(_argument(given, key, options) for key, options in allowed.items()) and set(given) <= set(allowed)
+    return plain(given) == plain(allowed)
+
+
+def _argument(arguments: Mapping[str, Any], key: str, options: Any) -> bool:
+    options = options if isinstance(options, list) else [options]
+    if key not in arguments:
+        return "" in options
+    return any(same(arguments[key], option) for option in options)
+
+
+def right_call(call: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
+    (name, arguments), given = next(iter(answer.items())), call.get("arguments")
+    if call.get("name") != name or not isinstance(given, dict):
+        return False
+    return all(_argument(given, key, options) for key, options in arguments.items()) and set(given) <= set(arguments)
+
+
+def right_calls(calls: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each answer has a call of its own, in any order."""
+    left = list(calls)
+    for answer in answers:
+        found = next((call for call in left if right_call(call, answer)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left
+
+
+def calls_in_text(text: str, wanted: int) -> list[dict[str, Any]]:
+    """The first JSON objects of a free text that look like calls."""
+    calls, at = [], 0
+    while len(calls) < wanted and (at := text.find("{", at)) >= 0:
+        try:
+            value, at = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            at += 1
+            continue
+        if isinstance(value, dict) and "name" in value:
+            calls.append({"name": value["name"], "arguments": value.get("arguments", value.get("parameters"))})
+    return calls
+
+
+def calls_of(message: Mapping[str, Any], mode: str, wanted: int) -> list[dict[str, Any]]:
+    if mode == "none":
+        return calls_in_text(message.get("content") or "", wanted)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        try:
+            calls.append({"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])})
+        except ValueError:
+            return []
+    return calls
+
+
+async def ask(http: httpx.AsyncClient, model: str, row: Mapping[str, Any], mode: str, max_tokens: int, extra: Mapping[str, Any]) -> Result:
+    wanted = len(row["answers"])
+    body = {"model": model, "messages": row["messages"], "tools": row["tools"], "tool_choice": mode, "temperature": 0, "max_tokens": max_tokens}
+    if mode != "none":
+        body["parallel_tool_calls"] = wanted > 1
+    begun = time.perf_counter()
+    answer = await http.post("/v1/chat/completions", json=body | dict(extra))
+    answer.raise_for_status()
+    whole = answer.json()
+    calls = calls_of(whole["choices"][0]["message"], mode, wanted)
+    return Result(bool(calls), right_calls(calls, row["answers"]), whole["usage"]["completion_tokens"], time.perf_counter() - begun)
+
+
+async def run_mode(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mode: str) -> tuple[list[Result], float]:
+    gate = asyncio.Semaphore(args.concurrency)
+    headers = {"Authorization": f"Bearer {args.api_key}"}
+    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=600) as http:
+
+        async def one(row: Mapping[str, Any]) -> Result:
+            async with gate:
+                return await ask(http, args.model, row, mode, args.max_tokens, args.extra)
+
+        begun = time.perf_counter()
+        results = await asyncio.gather(*map(one, rows))
+        return list(results), time.perf_counter() - begun
+
+
+def paired(one: Sequence[Result], other: Sequence[Result], seed: int) -> tuple[float, float, float]:
+    """Mean difference of being right, and the 95% interval of 10,000 bootstrap samples."""
+    differences = [a.right - b.right for a, b in zip(one, other, strict=True)]
+    draw, size = random.Random(seed), len(differences)
+    means = sorted(sum(draw.choices(differences, k=size)) / size for _ in range(10_000))
+    return sum(differences) / size, means[250], means[9749]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--rows", default="all", choices=("all", "even", "odd"), help="choose on the odd ones, report the even ones")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--extra", type=json.loads, default={"repetition_penalty": 1.0}, help="further fields of every request, as JSON")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = corpus(args.limit, args.rows)
+    results: dict[str, list[Result]] = {}
+    table = []
+    print(f"{len(rows)} requests ({args.rows} rows), greedy, {args.concurrency} at a time, bootstrap seed {args.seed}")
+    print(f"{'tool_choice':<12}{'parsed':>8}{'right':>8}{'share':>9}{'tokens':>9}{'seconds':>9}")
+    for mode in args.modes:
+        results[mode], seconds = asyncio.run(run_mode(args, rows, mode))
+        line = {"mode": mode, "parsed": sum(r.parsed for r in results[mode]), "right": sum(r.right for r in results[mode]), "tokens": sum(r.tokens for r in results[mode]), "seconds": round(seconds, 1)}
+        table.append(line)
+        print(f"{mode:<12}{line['parsed']:>8}{line['right']:>8}{line['right'] / len(rows):>9.1%}{line['tokens']:>9}{seconds:>9.1f}", flush=True)
+    differences = {}
+    for one, other in (("required", "none"), ("auto", "none"), ("auto", "required")):
+        if one in results and other in results:
+            differences[f"{one} - {other}"] = paired(results[one], results[other], args.seed)
+            mean, low, high = differences[f"{one} - {other}"]
+            print(f"{one} - {other}: {mean:+.1%}, 95% from {low:+.1%} to {high:+.1%}")
+    if args.json:
+        rights = {mode: [result.right for result in each] for mode, each in results.items()}
+        args.json.write_text(json.dumps({"rows": len(rows), "table": table, "differences": differences, "right": rights}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

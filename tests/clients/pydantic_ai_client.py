@@ -1,0 +1,40 @@
+"""pydantic-ai: an agent with a typed output, and one with a tool."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+from pydantic import BaseModel
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+url, name = sys.argv[1:]
+model = OpenAIChatModel(name, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+settings = {"temperature": 0.0, "max_tokens": 100}
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+typed = Agent(model, output_type=Person, model_settings=settings)
+assert typed.run_sync("Anna is 31 years old.").output == Person(name="Anna", age=31)
+
+asked = []
+agent = Agent(model, model_settings=settings)
+
+
+@agent.tool_plain
+def get_weather(city: str) -> str:
+    """Weather of a city."""
+    asked.append(city)
+    return f"It is sunny in {city}."
+
+
+answer = agent.run_sync("What is the weather in Paris? Use the tool.")
+assert asked, answer.all_messages()
+assert isinstance(answer.output, str)
+print("ok", version("pydantic-ai-slim"))
