@@ -37,6 +37,7 @@ class CallForm:
     Attributes:
         trigger: The beginning of `open + begin` from which on a text is a call.
         name_key, arguments_key: Keys of the call's object.
+        bare: An answer that begins as a call's object does is a call, though its frame is missing; small models forget it.
     """
 
     open: str = ""
@@ -47,6 +48,7 @@ class CallForm:
     trigger: str = "<tool_call>"
     name_key: str = "name"
     arguments_key: str = "arguments"
+    bare: bool = False
 
     @classmethod
     def from_spec(cls, spec: GrammarSpec) -> CallForm:
@@ -104,6 +106,8 @@ def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec, attemp
         rules += [f"start: answer | {calls}", f"answer: {_json(normal.whole())}"]
     else:
         rules += _auto_rules(form, rest, calls)
+        if form.bare:
+            rules = _with_bare_calls(rules, form, offered, functions, attempt, many=many)
     return Composition("\n".join(rules), ledger, _CallCheck(form, verifiers, answer_verifier))
 
 
@@ -117,6 +121,33 @@ def _auto_rules(form: CallForm, rest: str, calls: str) -> list[str]:
         f"head[lazy]: /(?s:.*)/ {_quoted(form.trigger)}",
         f"TEXT: {_text_without([form.trigger])}",
     ]
+
+
+def _with_bare_calls(
+    rules: list[str], form: CallForm, offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], attempt: Attempt, *, many: bool
+) -> list[str]:
+    """The rules of free text and framed calls, with bare calls beside them.
+
+    Lexemes decide which it is: what begins as a bare call is no free text, nor text before a framed call.
+    """
+    bare, heads = [], []
+    for function in offered:
+        number = functions.index(function)
+        normal = normalize(function["parameters"], prefix=f"t{number}.", attempt=attempt)
+        head = f'{{"{form.name_key}": {json.dumps(function["name"], ensure_ascii=False)}, "{form.arguments_key}": '
+        heads.append(regex_syntax.literal(head))
+        bare.append(f"bare_{number}")
+        rules += [f'bare_{number}: BARE_{number} bare_arguments_{number} "}}"', f"BARE_{number}: {_quoted(head)}", f"bare_arguments_{number}: {_json(normal.whole())}"]
+    not_bare = f"/(?s:.*)/ & ~/({regex_syntax.write(regex_syntax.Alt(tuple(heads)))})(?s:.*)/"
+    rest = f"({_quoted(form.separator)} bare_call)*" if many else ""
+    changed = {
+        "start: TEXT |": f"start: bare_call {rest} | TEXT |",
+        "head[lazy]: /(?s:.*)/": "head[lazy]: BEFORE",
+        "TEXT: /(?s:.*)/": f"TEXT: {not_bare}",
+    }
+    for old, new in changed.items():
+        rules = [new + rule[len(old) :] if rule.startswith(old) else rule for rule in rules]
+    return [*rules, f"bare_call: {' | '.join(bare)}", f"BEFORE: {not_bare}"]
 
 
 def _any_call(
@@ -160,16 +191,19 @@ class _CallCheck:
         return [line for number, call in enumerate(self._calls(text)) for line in self._violations(number, call)]
 
     def _calls(self, text: str) -> Iterator[Any]:
-        at = text.find(self.form.open) if self.form.open else 0
+        form = self.form
+        if form.bare and any(text.startswith(f'{{"{form.name_key}": {json.dumps(name, ensure_ascii=False)}, ') for name in self.verifiers):
+            form = replace(form, open="", begin="", end="")
+        at = text.find(form.open) if form.open else 0
         while at >= 0:
-            at = text.find(self.form.begin, at)
-            if at < 0 or (not self.form.begin and not text.startswith("{", at)):
+            at = text.find(form.begin, at)
+            if at < 0 or (not form.begin and not text.startswith("{", at)):
                 return
-            call, at = _decoded(text, at + len(self.form.begin))
+            call, at = _decoded(text, at + len(form.begin))
             yield call
-            at += len(self.form.end)
-            if self.form.begin == "":
-                at = at + len(self.form.separator) if text.startswith(self.form.separator, at) else -1
+            at += len(form.end)
+            if form.begin == "":
+                at = at + len(form.separator) if text.startswith(form.separator, at) else -1
 
     def _violations(self, number: int, call: Any) -> list[str]:
         if not isinstance(call, dict):

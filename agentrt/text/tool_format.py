@@ -117,6 +117,7 @@ class FramedFormat:
         name: Of the family.
         trigger: From here on a text is a call; "" where a call is told from text by its first character, a brace.
         name_key, arguments_key: Keys of the call's object.
+        bare: An answer that begins as a call's object does is a call, though its frame is missing; small models forget it.
     """
 
     name: str
@@ -128,19 +129,22 @@ class FramedFormat:
     trigger: str = ""
     name_key: str = "name"
     arguments_key: str = "arguments"
+    bare: bool = False
 
     def grammar(self, functions: Sequence[Tool], choice: Choice) -> GrammarSpec:
         """See `CallFormat.grammar`."""
         fields = ("open", "begin", "end", "separator", "close", "name_key", "arguments_key")
         options: dict[str, str | int | bool] = {field: getattr(self, field) for field in fields}
         options |= {"trigger": self.trigger, "tool_choice": choice.tool, "parallel": choice.parallel}
+        if self.bare:
+            options["bare"] = True
         if choice.answer_schema is not None:
             options["answer_schema"] = choice.answer_schema
         return GrammarSpec("tools", _dumped(functions), tuple(sorted(options.items())), strict=choice.strict)
 
     def reader(self, functions: Sequence[Tool]) -> Reader:
         """See `CallFormat.reader`."""
-        return _FramedReader(self)
+        return _FramedReader(self, functions)
 
 
 def _dumped(functions: Sequence[Tool]) -> str:
@@ -148,8 +152,10 @@ def _dumped(functions: Sequence[Tool]) -> str:
 
 
 class _FramedReader:
-    def __init__(self, form: FramedFormat) -> None:
+    def __init__(self, form: FramedFormat, functions: Sequence[Tool]) -> None:
         key = re.escape
+        heads = [f'{{"{form.name_key}": {_quoted(f["name"])}, "{form.arguments_key}": ' for f in functions]
+        self._bare_heads = heads if form.bare else []  # what only the beginning of an answer may be
         string = r'"((?:[^"\\]|\\.)*)"'
         self._form = form
         self._head = re.compile(rf'\{{\s*"{key(form.name_key)}"\s*:\s*{string}\s*,\s*"{key(form.arguments_key)}"\s*:\s*(?=\S)')
@@ -189,6 +195,12 @@ class _FramedReader:
         if not self._form.trigger:
             said, self._held = self._held, ""
             return [Said(said)]
+        if self._bare_heads:
+            if any(head.startswith(self._held) for head in self._bare_heads):
+                return None
+            self._calling = self._held.startswith(tuple(self._bare_heads))
+            self._bare_heads = []
+            return []
         before, found, after = self._held.partition(self._form.trigger)
         if found:
             self._calling, self._held = True, after
@@ -438,6 +450,10 @@ class _PythonicReader:
         return [ArgumentsGrown(self._index, grown)] if grown else []
 
 
+#: What ends a parameter.
+_XML_CLOSE = "\n</parameter>\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Qwen3CoderFormat:
     """Calls as Qwen3-Coder writes them: a tag for the function and one for each parameter, strings as they are, the rest JSON."""
@@ -446,17 +462,19 @@ class Qwen3CoderFormat:
 
     def grammar(self, functions: Sequence[Tool], choice: Choice) -> GrammarSpec:
         """See `CallFormat.grammar`."""
-        rules = [r"RAW: /(?s:.*)/ & ~/(?s:.*)(\n<\/parameter>)(?s:.*)/"]
+        rules = [f'raw[lazy]: /(?s:.*)/ {_quoted(_XML_CLOSE)}']
         for number, function in enumerate(functions):
             parts = []
             for place, parameter in enumerate(_parameters(function, self.name)):
                 rule = f"a{number}_{place}"
                 opening = _quoted(f"<parameter={parameter.name}>\n")
-                rules += [f"{rule}: {opening} {rule}_v {_quoted(chr(10) + '</parameter>' + chr(10))}", f"{rule}_v: {_xml_value(function, parameter)}"]
+                rules += [f"{rule}: {opening} {rule}_v", f"{rule}_v: {_xml_value(function, parameter)}"]
                 parts.append(rule if parameter.required else f"{rule}?")
-            opening = _quoted(f"<tool_call>\n<function={function['name']}>\n")
-            rules.append(f"c{number}: {opening} {' '.join(parts)} {_quoted('</function>' + chr(10) + '</tool_call>')}")
-        free = ["start: TEXT calls | TEXT", r"TEXT: /(?s:.*)/ & ~/(?s:.*)(<tool_call>)(?s:.*)/"]
+            opening, closing = _quoted(f"\n<function={function['name']}>\n"), _quoted("</function>\n</tool_call>")
+            rules += [f"b{number}: {opening} {' '.join(parts)} {closing}", f'c{number}: "<tool_call>" b{number}']
+        bodies = " | ".join(f"b{number}" for number in range(len(functions)))
+        more = '("\\n" call)*' if choice.many else ""
+        free = [f"start: TEXT | head ({bodies}) {more}", 'head[lazy]: /(?s:.*)/ "<tool_call>"', "TEXT: /(?s:.*)/ & ~/(?s:.*)(<tool_call>)(?s:.*)/"]
         return _lark(functions, choice, rules, frame=("", "\n", ""), free=free)
 
     def reader(self, functions: Sequence[Tool]) -> Reader:
@@ -471,10 +489,10 @@ def _is_string(schema: Any) -> bool:
 def _xml_value(function: Tool, parameter: _Parameter) -> str:
     schema = parameter.schema
     if not _is_string(schema):
-        return _json_rule(schema)
+        return f"{_json_rule(schema)} {_quoted(_XML_CLOSE)}"
     texts = [schema["const"]] if "const" in schema else schema.get("enum")
     if texts is not None:
-        return " | ".join(_quoted(text) for text in texts if isinstance(text, str))
+        return " | ".join(_quoted(text + _XML_CLOSE) for text in texts if isinstance(text, str))
     unknown = sorted(set(schema) - _PLAIN_STRING - {"$defs"})
     if unknown:
         raise GrammarError(
@@ -483,7 +501,7 @@ def _xml_value(function: Tool, parameter: _Parameter) -> str:
             keyword=unknown[0],
             param="tools",
         )
-    return "RAW"
+    return "raw"
 
 
 class _XmlReader:
@@ -547,7 +565,7 @@ def _properties(function: Tool) -> Mapping[str, Any]:
 
 # ---- which format a model writes
 
-HERMES = FramedFormat("hermes", begin="<tool_call>\n", end="\n</tool_call>", separator="\n", trigger="<tool_call>")
+HERMES = FramedFormat("hermes", begin="<tool_call>\n", end="\n</tool_call>", separator="\n", trigger="<tool_call>", bare=True)
 SMOLLM2 = FramedFormat("smollm2", open="<tool_call>[", separator=", ", close="]</tool_call>", trigger="<tool_call>")
 MISTRAL = FramedFormat("mistral", open="[TOOL_CALLS] [", separator=", ", close="]", trigger="[TOOL_CALLS]")
 LLAMA3 = FramedFormat("llama3_json", separator="; ", arguments_key="parameters")

@@ -134,3 +134,63 @@ def test_an_answer_in_braces_that_is_no_call_is_text():
 def test_an_unknown_format_is_refused_with_the_known_ones():
     with pytest.raises(UserError, match="hermes"):
         format_named("elvish")
+
+
+def accepts(spec, tokenizer, text: str) -> bool:
+    """Whether a grammar lets the text through, whole."""
+    from agentrt.grammar import compile
+
+    cursor = compile(spec, tokenizer).cursor()
+    return all(cursor.advance(token_id) for token_id in tokenizer.encode(text)) and cursor.accepting
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FORMATS))
+def test_a_familys_grammar_takes_its_calls_and_no_others(family):
+    from agentrt.text import load_tokenizer
+
+    tokenizer, form = load_tokenizer("smollm2-135m"), FORMATS[family]
+    closed = [tool | {"parameters": tool["parameters"] | {"additionalProperties": False}} for tool in TOOLS]
+    one, two = [("look_up", {"text": "a b", "count": 3})], [("look_up", {"text": "a"}), ("now", {})]
+    wrong = [("look_up", {"count": 3})]
+    for tool in ("auto", "required", "look_up"):
+        spec = form.grammar(closed, Choice(tool))
+        assert accepts(spec, tokenizer, written(family, one)), tool
+        assert accepts(spec, tokenizer, written(family, two)) == (tool != "look_up")
+        assert not accepts(spec, tokenizer, written(family, wrong))
+        assert not accepts(spec, tokenizer, written(family, [("gone", {})]))
+        assert accepts(spec, tokenizer, "Just a text, (really).") == (tool == "auto")
+    alone = form.grammar(closed, Choice("auto", parallel=False))
+    assert accepts(alone, tokenizer, written(family, one))
+    assert not accepts(alone, tokenizer, written(family, two))
+    answer = form.grammar(closed, Choice("auto", answer_schema='{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}'))
+    assert accepts(answer, tokenizer, '{"ok": true}')
+    assert accepts(answer, tokenizer, written(family, one))
+    assert not accepts(answer, tokenizer, "Just a text.")
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_call_without_its_frame_is_a_call():
+    from agentrt.text import load_tokenizer
+
+    tokenizer, form = load_tokenizer("smollm2-135m"), FORMATS["hermes"]
+    spec = form.grammar(TOOLS, Choice("auto"))
+    bare = '{"name": "look_up", "arguments": {"text": "a"}}'
+    assert read(read_whole(form.reader(TOOLS), bare)) == ("", [("look_up", {"text": "a"})])
+    assert read(read_whole(form.reader(TOOLS), f"{bare}\n{bare}")) == ("", [("look_up", {"text": "a"})] * 2)
+    for text, allowed in (
+        (bare, True),
+        (f"{bare}\n{bare}", True),
+        (f"{bare} and more", False),
+        ('{"name": "look_up", "arguments": {"count": 1}}', False),
+        ('{"name": "Anna", "age": 31}', True),
+        ('{"name": "look_up"}', True),
+        ("So: " + bare, True),  # told of, not made
+        (f"Hm.\n<tool_call>\n{bare}\n</tool_call>", True),
+        ('{"a": 1} <tool_call>\n' + bare + "\n</tool_call>", True),
+    ):
+        assert accepts(spec, tokenizer, text) == allowed, text
+        if allowed and not text.startswith(('{"name": "look_up", "arg', "Hm", '{"a')):
+            assert read(read_whole(form.reader(TOOLS), text)) == (text, [])
