@@ -1,7 +1,7 @@
 """Constraints on three corpora of schemas, beside llguidance alone and outlines-core (and xgrammar, if it is installed): who handles
 what, at which cost, how often wrongly; and how much of the corpora's own documents is forced.
 
-    OMP_NUM_THREADS=1 python benchmarks/structured.py [--model smollm2-135m] [--sample 60] [--json results.json]
+    OMP_NUM_THREADS=1 python benchmarks/structured.py [--model smollm2-135m] [--sample 60] [--engines agentrt] [--json results.json]
 
 The corpora are looked for in the folder that AGENTRT_CORPORA names (tests/grammar says which). A document counts as accepted if one
 of its serialisations (orders of properties, spellings of numbers) walks to an accepting state and, for agentrt, passes the final
@@ -197,7 +197,7 @@ class OutlinesCore:
 
     def compile(self, row: Json) -> tuple[Compiled, float]:
         self._pipe.send(row["schema"])
-        if not self._pipe.poll(SECONDS * 2):
+        if not self._pipe.poll(SECONDS + 1):
             self._process.kill()
             self._start()
             raise TimeoutError("compiling was cut")
@@ -385,12 +385,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None)
     parser.add_argument("--sample", type=int, default=None, help="schemas of each corpus, drawn with the seed; all by default")
+    parser.add_argument("--engines", default="", help="only engines whose name contains this")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     folder = Path(os.environ.get("AGENTRT_CORPORA", Path(__file__).parents[2] / "shared" / "data"))
     tokenizer = load_tokenizer(arguments.model)
-    engines: list[Any] = [Agentrt(tokenizer), Agentrt(tokenizer, "fsm"), Llguidance(tokenizer, False), Llguidance(tokenizer, True)]
-    engines += [OutlinesCore(tokenizer)] + ([Xgrammar(tokenizer)] if importlib.util.find_spec("xgrammar") else [])
+    makers: dict[str, Callable[[], Any]] = {
+        "agentrt": lambda: Agentrt(tokenizer),
+        "agentrt, fsm": lambda: Agentrt(tokenizer, "fsm"),
+        "llguidance": lambda: Llguidance(tokenizer, False),
+        "llguidance, lenient": lambda: Llguidance(tokenizer, True),
+        "outlines-core": lambda: OutlinesCore(tokenizer),
+    }
+    if importlib.util.find_spec("xgrammar"):
+        makers["xgrammar"] = lambda: Xgrammar(tokenizer)
+    engines = [make() for name, make in makers.items() if arguments.engines in name]
     grammar.compile(grammar.json_schema_spec({}), tokenizer)  # the tokenizer's tables, made once a process
     rows = []
     for corpus in CORPORA:
