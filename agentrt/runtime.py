@@ -143,7 +143,7 @@ class Engine(LocalBackend):
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
     ) -> list[Request]:
         one = sampling is None or isinstance(sampling, SamplingParams)
-        each: Sequence[Any] = [sampling] * len(prompts) if one else sampling  # type: ignore[assignment, list-item]
+        each: Sequence[Any] = [sampling] * len(prompts) if one else sampling  # type: ignore[assignment]
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one for each", param="sampling")
         return [self.request(prompt, params, **options) for prompt, params in zip(prompts, each, strict=True)]

@@ -1,0 +1,1 @@
+"""Kernels for the hot paths, each beside its plain-torch reference (import name: agentrt.kernels)."""

@@ -74,8 +74,7 @@ def test_the_torch_free_rooms_leave_torch_out():
     modules = []
     for room, path in sources():
         if TABLE[room][1].startswith("no") and path.name != "__main__.py":
-            base = CHECKOUT if room in ("kernels", "schemas") else CHECKOUT
-            parts = path.relative_to(base).with_suffix("").parts
+            parts = path.relative_to(CHECKOUT).with_suffix("").parts
             name = ".".join(parts if parts[0] == "agentrt" else ("agentrt", *parts)).removesuffix(".__init__")
             modules.append(name)
     modules += ["agentrt", "agentrt.backends.local", "agentrt.runtime", "agentrt.backends.door"]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrt.attention.base import AttentionBatch
+from agentrt.attention.sharing import shared_prefixes
 from agentrt.engine.penalties import Penalties, wants_penalties
 from agentrt.request import SamplingParams
 from agentrt.scheduling.plan import Admission, Run, StepPlan
@@ -141,13 +142,14 @@ def forward_batch(plan: StepPlan, states: SequenceStates, device: torch.device) 
         token_ids.extend(run.token_ids)
         new_slots.extend(run.slots)
         positions.append(np.arange(run.start, run.start + count))
-        slots.append(torch.from_numpy(states[run.sequence_id].slots[: run.start + count]).to(device))
+        slots.append(torch.from_numpy(states[run.sequence_id].slots[: run.start + count]))
+    context_lengths = tuple(run.start for run in plan.runs)
     attention = AttentionBatch(
         query_lengths=tuple(len(run.token_ids) for run in plan.runs),
-        context_lengths=tuple(run.start for run in plan.runs),
-        slots=tuple(slots),
+        context_lengths=context_lengths,
+        slots=tuple(slot.to(device) for slot in slots),
         new_slots=torch.tensor(new_slots, dtype=torch.int64, device=device),
-        prepared={},
+        shared=shared_prefixes(slots, context_lengths),
     )
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),

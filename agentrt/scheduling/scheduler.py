@@ -85,6 +85,7 @@ class Scheduler:
         clock: Callable[[], float],
         max_wait: float,
         hold_seconds: float = 60.0,
+        growth: Growth | None = None,
     ) -> None:
         """Makes a scheduler without sequences.
 
@@ -94,6 +95,7 @@ class Scheduler:
             policy: Order of admission.
             clock: Seconds; the simulator gives a virtual one.
             max_wait: Seconds of waiting after which the oldest sequence gets every sixteenth admission.
+            growth: Guesses how long answers will be; None: learns it.
             hold_seconds: How long the cache keeps a program's prefixes, softly, while its next call is expected.
         """
         self._cache = cache
@@ -102,7 +104,7 @@ class Scheduler:
         self._clock = clock
         self._hold_seconds = hold_seconds
         self._in_flight = InFlight(cache.page_size)
-        self._growth = Growth()
+        self._growth = growth or Growth()
         reserved = int(cache.pool.total * ABSENT_SHARE) if policy is program else 0
         self._absences = Absences(hold_seconds, reserved, cache.pool.total * cache.page_size)
         self._planned_at = 0.0

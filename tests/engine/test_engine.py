@@ -84,7 +84,7 @@ def test_greedy_answers_survive_constant_preemption(tiny_model, expected):
             engine.generate([[n] for n in range(150)], SamplingParams(max_tokens=1))
             together = engine.generate(prompts[start : start + 10], GREEDY)
             assert [completion.token_ids for completion in together] == answers[start : start + 10]
-        assert engine.stats()["preemptions"] > 6
+        assert engine.stats()["preemptions"] >= 3
 
 
 def test_the_process_gives_what_the_thread_gives(tiny_model, expected):

@@ -13,6 +13,7 @@ from agentrt.cache.page_pool import PagePool
 from agentrt.cache.prefix_cache import PrefixCache
 from agentrt.request import FinishReason, Request, SamplingParams
 from agentrt.scheduling.admission import TURNS
+from agentrt.scheduling.growth import Growth
 from agentrt.scheduling.policy import POLICIES
 from agentrt.scheduling.scheduler import Budget, Scheduler
 from agentrt.scheduling.sequence import Sequence
@@ -28,11 +29,18 @@ class Clock:
         return self.now
 
 
-def make_scheduler(pages=64, page_size=1, step_tokens=16, max_running=4, policy="lpm", enabled=True, max_wait=1e9, clock=None):
+def make_scheduler(pages=64, page_size=1, step_tokens=16, max_running=4, policy="lpm", enabled=True, max_wait=1e9, clock=None, growth=None):
     clock = clock or Clock()
     cache = PrefixCache(PagePool(pages, page_size), eviction_policy("lru", pages), enabled=enabled, clock=clock)
     budget = Budget(step_tokens, max(step_tokens // 2, 1), max_running)
-    return Scheduler(cache, budget, POLICIES[policy], clock=clock, max_wait=max_wait), cache
+    return Scheduler(cache, budget, POLICIES[policy], clock=clock, max_wait=max_wait, growth=growth), cache
+
+
+class Hopeful(Growth):
+    """Thinks that every answer is about to end, so that the pool is overfilled and sequences are preempted all the time."""
+
+    def length(self, sequence):
+        return len(sequence.token_ids)
 
 
 _ids = itertools.count(1)
@@ -75,16 +83,18 @@ families = st.lists(st.integers(0, 3), min_size=1, max_size=30).map(tuple)  # fe
     step_tokens=st.sampled_from([1, 3, 16, 64]),
     policy=st.sampled_from(sorted(POLICIES)),
     enabled=st.booleans(),
+    hopeful=st.booleans(),
     data=st.data(),
 )
 def test_any_schedule_of_submits_aborts_and_flushes_gives_the_cacheless_answers(
-    prompts, page_size, spare, step_tokens, policy, enabled, data, reference, new_model
+    prompts, page_size, spare, step_tokens, policy, enabled, hopeful, data, reference, new_model
 ):
     model = new_model()
 
     longest = max(len(prompt) + max_tokens for prompt, max_tokens, _, _ in prompts)
     pages = -(-longest // page_size) + spare  # the largest request just fits: others are preempted for it
-    scheduler, cache = make_scheduler(pages, page_size, step_tokens, policy=policy, enabled=enabled)
+    growth = Hopeful() if hopeful else None
+    scheduler, cache = make_scheduler(pages, page_size, step_tokens, policy=policy, enabled=enabled, growth=growth)
     waiting = [(delay, make_sequence(p, m, arrival=float(i), salt=s)) for i, (p, m, s, delay) in enumerate(prompts)]
     every = [sequence for _, sequence in waiting]
     aborted = set()
@@ -208,3 +218,14 @@ def test_salts_keep_tenants_apart(model, page_size):
         scheduler.add(sequence)
         run_all(scheduler, cache, model)
         assert sequence.cached_tokens == cached
+
+
+def test_a_hopeful_scheduler_preempts_and_loses_nothing(model, reference):
+    scheduler, cache = make_scheduler(pages=70, step_tokens=64, max_running=16, growth=Hopeful())
+    sequences = [make_sequence([n] * 10, max_tokens=40, arrival=float(n)) for n in range(12)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_all(scheduler, cache, model)
+    assert scheduler.preemptions > 12
+    for sequence in sequences:
+        assert output(sequence) == reference(sequence.request.prompt_ids, 40, ENDS)
