@@ -107,7 +107,7 @@ def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec, attemp
     else:
         rules += _auto_rules(form, rest, calls)
         if form.bare:
-            rules = _with_bare_calls(rules, form, offered, functions, attempt, many=many)
+            rules = _with_bare_calls(rules, form, offered, functions, attempt)
     return Composition("\n".join(rules), ledger, _CallCheck(form, verifiers, answer_verifier))
 
 
@@ -124,11 +124,12 @@ def _auto_rules(form: CallForm, rest: str, calls: str) -> list[str]:
 
 
 def _with_bare_calls(
-    rules: list[str], form: CallForm, offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], attempt: Attempt, *, many: bool
+    rules: list[str], form: CallForm, offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], attempt: Attempt
 ) -> list[str]:
     """The rules of free text and framed calls, with bare calls beside them.
 
-    Lexemes decide which it is: what begins as a bare call is no free text, nor text before a framed call.
+    Lexemes decide which it is: what begins as a bare call is no free text, nor text before a framed call. There is one bare
+    call at most, since a model that forgets the frame also forgets to stop.
     """
     bare, heads = [], []
     for function in offered:
@@ -139,9 +140,8 @@ def _with_bare_calls(
         bare.append(f"bare_{number}")
         rules += [f'bare_{number}: BARE_{number} bare_arguments_{number} "}}"', f"BARE_{number}: {_quoted(head)}", f"bare_arguments_{number}: {_json(normal.whole())}"]
     not_bare = f"/(?s:.*)/ & ~/({regex_syntax.write(regex_syntax.Alt(tuple(heads)))})(?s:.*)/"
-    rest = f"({_quoted(form.separator)} bare_call)*" if many else ""
     changed = {
-        "start: TEXT |": f"start: bare_call {rest} | TEXT |",
+        "start: TEXT |": "start: bare_call | TEXT |",
         "head[lazy]: /(?s:.*)/": "head[lazy]: BEFORE",
         "TEXT: /(?s:.*)/": f"TEXT: {not_bare}",
     }

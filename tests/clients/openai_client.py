@@ -51,8 +51,14 @@ turns = [*ask, message.model_dump(exclude_none=True, include={"role", "content",
 turns += [{"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"} for call in message.tool_calls]
 for turn in turns[1]["tool_calls"]:
     turn["function"].pop("parsed_arguments", None)
-final = client.chat.completions.create(model=model, messages=turns, tools=[tool], max_tokens=40, temperature=0)
-assert "sunny" in final.choices[0].message.content.lower(), final
+class Report(BaseModel):
+    weather: str
+
+
+final = client.chat.completions.parse(
+    model=model, messages=turns, tools=[tool], tool_choice="none", response_format=Report, max_tokens=40, temperature=0
+)
+assert "sunny" in final.choices[0].message.parsed.weather.lower(), final
 
 first = client.responses.create(model=model, input="Say hello.", max_output_tokens=16, temperature=0)
 assert first.output_text

