@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import agentrt
 
 ESSAY = """The lighthouse is the oldest building of our town. It was built when ships still carried salt, and its keeper climbed two
@@ -17,30 +19,31 @@ DIMENSIONS = {
     "structure": "Do the sentences follow each other in a good order?",
     "argument": "Does the text support its conclusion?",
 }
-MARKS = ["poor", "fair", "good", "excellent"]
+MARKS = ["1", "2", "3", "4", "5"]
+
+
+def mean_mark(branch: agentrt.State) -> float:
+    """The mean of the marks, each weighted by how likely the model thought it: finer than the likeliest mark alone."""
+    weights = [math.exp(score) for score in branch.get_meta_info("mark")["normalized_prompt_logprobs"]]
+    return sum(int(mark) * weight for mark, weight in zip(MARKS, weights, strict=True)) / sum(weights)
 
 
 @agentrt.function
 def judge(s, essay: str):
-    s += agentrt.system(
-        "You are a strict but fair judge of essays. You call each quality poor, fair, good or excellent."
-    )
+    s += agentrt.system("You are a strict but fair judge of essays. You give marks from 1 (bad) to 5 (excellent).")
     s += agentrt.user(essay)
     s += agentrt.assistant("I have read the essay. What shall I mark?")
     branches = s.fork(len(DIMENSIONS))
     for branch, question in zip(branches, DIMENSIONS.values(), strict=True):
-        branch += agentrt.user(f"{question} Is this poor, fair, good or excellent?")
-        branch += agentrt.assistant(
-            ["This is ", agentrt.select("mark", MARKS, choices_method="unconditional_likelihood_normalized")]
-        )
-    branches.join()
-    return dict(zip(DIMENSIONS, s["mark"], strict=True))
+        branch += agentrt.user(f"{question} Give a mark from 1 to 5.")
+        branch += agentrt.assistant(["Mark: ", agentrt.select("mark", MARKS)])
+    return dict(zip(DIMENSIONS, map(mean_mark, branches), strict=True))
 
 
 def main() -> None:
     state = judge.run(ESSAY)
     for dimension, mark in state.ret_value.items():
-        print(f"{dimension:10} {mark}")
+        print(f"{dimension:10} {mark:.2f}")
     print(state.report())
 
 

@@ -96,7 +96,7 @@ def _sum_up(name: str, runs: Sequence[Run], report: Path | None, trace: Path | N
     if not runs:
         console.print(f"{name} ran no program, so there is nothing to report", highlight=False)
         return
-    whole = joined((report_of(one) for one in runs), program=name)
+    whole = joined([report_of(one) for one in runs], program=name, began=[one.began for one in runs])
     console.print(str(whole), highlight=False, markup=False)
     for path, text in ((report, whole.to_html), (trace, whole.to_json)):
         if path is not None:

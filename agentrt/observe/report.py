@@ -333,22 +333,29 @@ def _reason(reason: Record) -> str:
     return f"{reason['tokens']:,} evicted"
 
 
-def joined(reports: Iterable[Report], *, program: str) -> Report:
-    """Makes one report of several runs, one after another in time (a batch, an example)."""
+def joined(reports: Iterable[Report], *, program: str, began: Sequence[float] | None = None) -> Report:
+    """Makes one report of several runs (a batch, an example).
+
+    Args:
+        reports: In order.
+        program: Name of the whole.
+        began: When each run began, in seconds on one clock; None: one after another, with nothing between them.
+    """
     calls: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] = []
     branches: list[dict[str, Any]] = []
     wall, model, errors = 0.0, "", []
     for number, report in enumerate(reports):
         values = report.values
+        start = wall if began is None else began[number] - began[0]
         model = values["model"]
         for record in values["calls"]:
             calls.append(
                 record
                 | {
                     "branch": _under(number, record["branch"]),
-                    "began": record["began"] + wall,
-                    "ended": record["ended"] + wall,
+                    "began": record["began"] + start,
+                    "ended": record["ended"] + start,
                 }
             )
         for record in values["tools"]:
@@ -356,13 +363,13 @@ def joined(reports: Iterable[Report], *, program: str) -> Report:
                 record
                 | {
                     "branch": _under(number, record["branch"]),
-                    "began": record["began"] + wall,
-                    "ended": record["ended"] + wall,
+                    "began": record["began"] + start,
+                    "ended": record["ended"] + start,
                 }
             )
         branches += [record | {"path": _under(number, record["path"])} for record in values["branches"]]
         errors += [values["error"]] if values["error"] else []
-        wall += values["wall_seconds"]
+        wall = max(wall, start + values["wall_seconds"])
     return build_report(
         program=program,
         model=model,
