@@ -14,7 +14,7 @@ DOCUMENTS = [
 ]
 
 
-class Paper(BaseModel):
+class Paper(BaseModel, extra="forbid"):
     kind: Literal["invoice", "receipt"]
     number: int = Field(ge=0, le=99999)
     seller: str = Field(max_length=40)

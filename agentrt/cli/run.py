@@ -18,7 +18,6 @@ from rich.console import Console
 from agentrt import backend as backends
 from agentrt.cli.start import start_engine
 from agentrt.errors import UserError
-from agentrt.lang.program import Function
 from agentrt.lang.recording import report_of
 from agentrt.lang.run import Run
 from agentrt.observe.report import joined
@@ -78,18 +77,17 @@ def _run_as_main(path: Path, arguments: Sequence[str]) -> None:
 def _watched() -> Iterator[list[Run]]:
     """Collects the runs that begin inside the block, in the order in which they do."""
     runs: list[Run] = []
-    begin = Function.begin
+    make = Run.__init__
 
-    def watched(self: Function[..., Any], *args: Any, **options: Any) -> Any:
-        trunk = begin(self, *args, **options)
-        runs.append(trunk.run)
-        return trunk
+    def watched(self: Run, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        runs.append(self)
 
-    Function.begin = watched  # type: ignore[method-assign]
+    Run.__init__ = watched  # type: ignore[method-assign]
     try:
         yield runs
     finally:
-        Function.begin = begin  # type: ignore[method-assign]
+        Run.__init__ = make  # type: ignore[method-assign]
 
 
 def _sum_up(name: str, runs: Sequence[Run], report: Path | None, trace: Path | None) -> None:
