@@ -6,7 +6,8 @@ Invariant: `on_end` runs once the response is over, however it ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import orjson
@@ -37,37 +38,49 @@ class EventStream(StreamingResponse):
             stall: Seconds without reading after which the client is taken for lost.
             on_end: Called when the response is over.
         """
-        super().__init__(_with_comments(events, keep_alive), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._keep_alive = keep_alive
         self._stall = stall
         self._on_end = on_end
+        self._sent: float | None = None  # when something was sent last; None before the response begins
+        self._sending: float | None = None  # since when something is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it."""
+        loop = asyncio.get_running_loop()
 
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._stall):
-                await send(message)
+        async def send_watched(message: Message) -> None:
+            self._sending = loop.time()
+            await send(message)
+            self._sent, self._sending = loop.time(), None
 
+        responding = asyncio.ensure_future(super().__call__(scope, receive, send_watched))
+        watching = asyncio.ensure_future(self._watch(responding, send_watched))
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except (TimeoutError, OSError):
-            pass  # the client stopped reading, or is gone: there is nobody to tell
+            await responding
+        except OSError:
+            pass  # the client is gone: there is nobody to tell
+        except asyncio.CancelledError:
+            responding.cancel()
+            if not watching.done():
+                raise  # it was not the watch, which has found a client that does not read
         finally:
+            watching.cancel()
             self._on_end()
 
+    async def _watch(self, responding: asyncio.Future[None], send: Send) -> None:
+        """Sends a comment whenever nothing was sent for a while; returns, and ends the response, when the client does not read.
 
-async def _with_comments(events: AsyncGenerator[bytes, None], seconds: float) -> AsyncIterator[bytes]:
-    following = asyncio.ensure_future(anext(events, None))
-    try:
+        Each event is one message, so that no comment cuts one in two. One clock for the whole stream costs nothing an event.
+        """
+        loop = asyncio.get_running_loop()
         while True:
-            done, _ = await asyncio.wait({following}, timeout=seconds)
-            if not done:
-                yield KEEPALIVE_COMMENT
-                continue
-            encoded = following.result()
-            if encoded is None:
-                return
-            yield encoded
-            following = asyncio.ensure_future(anext(events, None))
-    finally:
-        following.cancel()
+            await asyncio.sleep(min(self._keep_alive, self._stall) / 4)
+            now = loop.time()
+            if self._sending is not None:
+                if now - self._sending >= self._stall:
+                    responding.cancel()
+                    return
+            elif self._sent is not None and now - self._sent >= self._keep_alive:
+                with contextlib.suppress(OSError):  # the stream itself will find out
+                    await send({"type": "http.response.body", "body": KEEPALIVE_COMMENT, "more_body": True})

@@ -127,6 +127,19 @@ def test_streams_are_kept_alive_while_nothing_comes(serving):
     assert text.rstrip().endswith("data: [DONE]")
 
 
+def test_a_client_that_does_not_read_is_taken_for_lost(serving, wait_until):
+    server = serving(lambda prompt, request: "x" * 200_000, ServerConfig(stall_seconds=0.3), tokens_per_delta=2000)
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect(("127.0.0.1", server.port))
+    body = json.dumps(CHAT | {"stream": True, "n": 64, "return_token_ids": True}).encode()
+    raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    wait_until(lambda: any(flight.generated_tokens for flight in server.service.flights))
+    wait_until(lambda: len(server.service.flights) == 0)
+    raw.close()
+    assert post(server, CHAT | {"max_tokens": 1}).status_code == 200
+
+
 class SilentBackend(ScriptedBackend):
     """An engine whose step does not return, as if it had been stopped."""
 
