@@ -10,12 +10,14 @@ never imports the engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
-from agentrt.errors import UserError
+from agentrt.errors import AgentrtError, UserError
 from agentrt.request import Completion, FinishReason, Request, Sample, SamplingParams, TokenDelta, TokenLogprob, Usage
 
 Sink = Callable[[TokenDelta], None]
@@ -200,29 +202,53 @@ class Backend(Protocol):
         ...
 
 
-def stream(backend: Backend, request: Request) -> Iterator[TokenDelta]:
+class DeltaStream:
+    """An iterator over the deltas of one request, which is submitted when this is made.
+
+    Closing it, or losing it, before the last delta aborts the request.
+    """
+
+    def __init__(self, backend: Backend, request: Request) -> None:
+        """Submits `request`.
+
+        Raises:
+            AgentrtError: As `Backend.submit`.
+        """
+        self._deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
+        backend.submit(request, self._deltas.put)
+        self._abort = weakref.finalize(self, _abort_quietly, backend, request.request_id)
+        self._abort.atexit = False  # the backend closes itself
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> TokenDelta:
+        if not self._abort.alive:
+            raise StopIteration
+        delta = self._deltas.get()
+        if delta.last:
+            self._abort.detach()
+        if delta.error is not None:
+            raise delta.error
+        return delta
+
+    def close(self) -> None:
+        """Aborts the request, if it has not ended."""
+        self._abort()
+
+
+def _abort_quietly(backend: Backend, request_id: str) -> None:
+    with contextlib.suppress(AgentrtError):
+        backend.abort(request_id)
+
+
+def stream(backend: Backend, request: Request) -> DeltaStream:
     """Submits `request` at once and returns an iterator over its deltas. Leaving the iterator early aborts the request.
 
     Raises:
         AgentrtError: As `Backend.submit`; while iterating, the delta's own error.
     """
-    deltas: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
-    backend.submit(request, deltas.put)
-    return _drain(backend, request, deltas)
-
-
-def _drain(backend: Backend, request: Request, deltas: queue.SimpleQueue[TokenDelta]) -> Iterator[TokenDelta]:
-    done = False
-    try:
-        while not done:
-            delta = deltas.get()
-            done = delta.last
-            if delta.error is not None:
-                raise delta.error
-            yield delta
-    finally:
-        if not done:
-            backend.abort(request.request_id)
+    return DeltaStream(backend, request)
 
 
 async def astream(backend: Backend, request: Request) -> AsyncIterator[TokenDelta]:
@@ -231,7 +257,7 @@ async def astream(backend: Backend, request: Request) -> AsyncIterator[TokenDelt
     deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
 
     def sink(delta: TokenDelta) -> None:
-        if not loop.is_closed():  # the caller's loop may end before its aborted request does
+        with contextlib.suppress(RuntimeError):  # the caller's loop may be closed before its aborted request ends
             loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
     backend.submit(request, sink)

@@ -21,6 +21,12 @@ def _at_least(name: str, value: float | None, low: float) -> None:
         raise UserError(f"{name} is {value!r}; it must be at least {low:g}", param=name)
 
 
+def _whole(name: str, value: int | None, low: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise UserError(f"{name} is {value!r}; it must be a whole number", param=name)
+    _at_least(name, value, low)
+
+
 def _one_of(name: str, value: str, kind: object) -> None:
     if value not in get_args(kind):
         raise UserError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}", param=name)
@@ -49,8 +55,8 @@ class CacheConfig:
     check: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("kv_tokens", self.kv_tokens, 1)
-        _at_least("page_size", self.page_size, 1)
+        _whole("kv_tokens", self.kv_tokens, 1)
+        _whole("page_size", self.page_size, 1)
         _one_of("eviction", self.eviction, Eviction)
 
 
@@ -74,9 +80,9 @@ class SchedulerConfig:
     max_wait: float = 5.0
 
     def __post_init__(self) -> None:
-        _at_least("step_tokens", self.step_tokens, 1)
-        _at_least("prefill_tokens", self.prefill_tokens, 1)
-        _at_least("max_running", self.max_running, 1)
+        _whole("step_tokens", self.step_tokens, 1)
+        _whole("prefill_tokens", self.prefill_tokens, 1)
+        _whole("max_running", self.max_running, 1)
         _one_of("policy", self.policy, Policy)
 
 
@@ -91,6 +97,8 @@ class Limits:
         stops: Stop strings, patterns and stop tokens a request.
         stop_length: Characters of one stop string or pattern.
         logit_bias: Entries a request.
+        prompt_tail: Bytes of text that an answer may have to complete.
+        resamples: Times that an answer which fails its final check may be generated anew.
         grammar_bytes: Size of a constraint's source.
         grammar_seconds: Time to compile one constraint.
         grammar_cache_bytes: Source size of all compiled constraints that are kept.
@@ -103,6 +111,8 @@ class Limits:
     stops: int = 64
     stop_length: int = 1024
     logit_bias: int = 4096
+    prompt_tail: int = 1024
+    resamples: int = 100
     grammar_bytes: int = 2_000_000
     grammar_seconds: float = 5.0
     grammar_cache_bytes: int = 64_000_000
@@ -136,8 +146,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, Dtype)
-        _at_least("threads", self.threads, 1)
-        _at_least("max_context", self.max_context, 2)
+        _whole("threads", self.threads, 1)
+        _whole("max_context", self.max_context, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,3 +120,8 @@ class ConstraintError(RequestError):
 
 class EngineError(AgentrtError, RuntimeError):
     """The engine is down; nothing that was pending will be answered."""
+
+
+def as_request_error(error: BaseException) -> AgentrtError:
+    """An error that ends one request: `error` itself if it is ours, else a RequestError that says what it was."""
+    return error if isinstance(error, AgentrtError) else RequestError(f"the request failed: {error!r}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal
 
-from agentrt.errors import AgentrtError, UserError
+from agentrt.errors import AgentrtError, PromptError, UserError
 
 GrammarKind = Literal["json_schema", "regex", "choices", "lark", "tools", "structural"]
 
@@ -153,6 +154,7 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             _check(_finite(getattr(self, name)) and abs(getattr(self, name)) <= 2, name, getattr(self, name), "from -2 to 2")
         if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
             ok = all(isinstance(k, int) and k >= 0 and _finite(v) for k, v in self.logit_bias.items())
             _check(ok, "logit_bias", dict(self.logit_bias), "token ids (0 or more) to finite numbers")
         _check(all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids of 0 or more")
@@ -187,6 +189,13 @@ class ProgramTag:
     will_fork: int = 0
 
 
+def _plain_ids(ids: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError as error:
+        raise PromptError(f"prompt_ids must be token ids, whole numbers: {error}", param="prompt") from error
+
+
 _counter = itertools.count()
 
 
@@ -217,6 +226,21 @@ class Request:
     program: ProgramTag | None = None
     deadline: float | None = None
     prompt_tail: bytes = b""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", _plain_ids(self.prompt_ids))
+        for name, kind, rule in (
+            ("sampling", SamplingParams, "a SamplingParams"),
+            ("request_id", str, "a string"),
+            ("cache_salt", str, "a string"),
+            ("priority", int, "a whole number"),
+            ("prompt_tail", bytes, "bytes"),
+        ):
+            value = getattr(self, name)
+            _check(isinstance(value, kind) and not isinstance(value, bool), name, value, rule)
+        _check(self.program is None or isinstance(self.program, ProgramTag), "program", self.program, "a ProgramTag or None")
+        ok = self.deadline is None or (_finite(self.deadline) and self.deadline >= 0)
+        _check(ok, "deadline", self.deadline, "None or a finite number of seconds of at least 0")
 
 
 @dataclass(frozen=True, slots=True)

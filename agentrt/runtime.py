@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, overload
 
@@ -144,6 +144,8 @@ class Engine(LocalBackend):
     ) -> list[Request]:
         one = sampling is None or isinstance(sampling, SamplingParams)
         each: Sequence[Any] = [sampling] * len(prompts) if one else sampling  # type: ignore[assignment]
+        if "request_id" in options:
+            raise UserError("request_id names one request; leave it out with a list of prompts", param="request_id")
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one, or one for each", param="sampling")
         return [self.request(prompt, params, **options) for prompt, params in zip(prompts, each, strict=True)]
@@ -173,14 +175,13 @@ class Engine(LocalBackend):
         return self._run_all(self._requests(prompt, sampling, options))
 
     def _run_all(self, requests: Sequence[Request]) -> list[Completion]:
-        deltas: list[Iterator[TokenDelta]] = []
+        deltas: list[streams.DeltaStream] = []
         try:
             deltas.extend(streams.stream(self, request) for request in requests)
             return [streams.collect(request, one) for request, one in zip(requests, deltas, strict=True)]
-        except BaseException:
-            for request in requests:
-                self.abort(request.request_id)
-            raise
+        finally:
+            for one in deltas:  # after a failure: those that still run
+                one.close()
 
     async def agenerate(self, prompt: Any, sampling: Any = None, **options: Any) -> Completion | list[Completion]:
         """The async twin of `generate`."""
@@ -195,7 +196,7 @@ class Engine(LocalBackend):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Iterator[TokenDelta]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> streams.DeltaStream:
         """Answers a prompt piece by piece. Leaving the iterator early aborts the request."""
         return streams.stream(self, self.request(prompt, sampling, **options))
 

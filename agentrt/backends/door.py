@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrt.backend import Message, Tokenizer
@@ -11,6 +13,7 @@ from agentrt.config import Limits
 from agentrt.errors import PromptError, TooLongError, UserError
 from agentrt.grammar.spec import spec_from
 from agentrt.request import Request, SamplingParams
+from agentrt.text.stop import StopMatcher
 
 #: Text, token ids, or chat messages.
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -18,7 +21,11 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 def is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Whether this is a list of prompts, rather than one."""
-    return not isinstance(prompt, str) and all(isinstance(item, str | list | tuple) for item in prompt)
+    return not isinstance(prompt, str) and all(isinstance(item, str) or _is_list(item) for item in prompt)
+
+
+def _is_list(item: object) -> bool:
+    return hasattr(item, "__len__") and not isinstance(item, Mapping)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -46,6 +53,30 @@ def _token_id(item: Any) -> int:
     return int(item)
 
 
+def checked_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Token ids as plain integers.
+
+    Raises:
+        PromptError: One is not an integer, or not in the vocabulary.
+    """
+    plain = tuple(_token_id(item) for item in ids)
+    wrong = next((token_id for token_id in plain if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise PromptError(f"token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", param="ids")
+    return plain
+
+
+def checked_hold(program: str, seconds: float) -> tuple[str, float]:
+    """A program's id and how long its prefixes are to be kept.
+
+    Raises:
+        UserError: The time is not a finite number of at least 0.
+    """
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise UserError(f"seconds is {seconds!r}; it must be a finite number of at least 0", param="seconds")
+    return str(program), float(seconds)
+
+
 def admit(request: Request, limits: Limits, *, max_context: int, kv_tokens: int, vocab_size: int) -> Request:
     """Checks a request against what the engine has, and fills in what it left open (its seed, its compiled-to-be grammar).
 
@@ -64,31 +95,21 @@ def admit(request: Request, limits: Limits, *, max_context: int, kv_tokens: int,
     """
     _check_ids(request, vocab_size)
     _check_limits(request.sampling, limits)
+    _at_most("prompt_tail", len(request.prompt_tail), limits.prompt_tail, "bytes", "prompt_tail")
     _check_length(request, max_context, kv_tokens)
     changes: dict[str, Any] = {}
     spec = spec_from(request.sampling)
     if spec is not None:
         size = len(spec.source.encode())
         _at_most("the constraint", size, limits.grammar_bytes, "bytes", "grammar")
+        if request.sampling.strict and not spec.strict:
+            spec = replace(spec, strict=True)
         changes = dict.fromkeys(("json_schema", "regex", "choices", "ebnf", "tools")) | {"grammar": spec}
     if request.sampling.seed is None:
         changes["seed"] = secrets.randbits(48)
     if not changes:
         return request
-    return _with_sampling(request, request.sampling.replace(**changes))
-
-
-def _with_sampling(request: Request, sampling: SamplingParams) -> Request:
-    return Request(
-        prompt_ids=request.prompt_ids,
-        sampling=sampling,
-        request_id=request.request_id,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        program=request.program,
-        deadline=request.deadline,
-        prompt_tail=request.prompt_tail,
-    )
+    return replace(request, sampling=request.sampling.replace(**changes))
 
 
 def _check_ids(request: Request, vocab_size: int) -> None:
@@ -123,6 +144,9 @@ def _check_limits(sampling: SamplingParams, limits: Limits) -> None:
     _at_most("stop", stops, limits.stops, "stops", "stop")
     for text in (*sampling.stop, *sampling.stop_regex):
         _at_most("a stop string", len(text), limits.stop_length, "characters", "stop")
+    if sampling.stop_regex:
+        StopMatcher(sampling.stop, sampling.stop_regex)  # refuses what does not compile
+    _at_most("max_resamples", sampling.max_resamples, limits.resamples, "tries", "max_resamples")
     _at_most("logit_bias", len(sampling.logit_bias or ()), limits.logit_bias, "entries", "logit_bias")
 
 

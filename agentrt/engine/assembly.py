@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     )
     budget = _budget(config.scheduler, device)
     policy = POLICIES[config.scheduler.policy]
-    scheduler = Scheduler(cache, budget, policy, clock=time.monotonic, max_wait=config.scheduler.max_wait)
+    scheduler = Scheduler(cache, budget, policy, clock=time.monotonic, max_wait=config.scheduler.max_wait, hold_seconds=config.cache.hold_seconds)
     store = KVStore(model.config, pages * page_size, dtype, device)
     runner = ModelRunner(model, store, TorchAttention(), device)
     executor = LocalExecutor(runner, Sampler(_allowed(model, tokenizer), model.generation.eos_ids), model.config.vocab_size)
@@ -90,9 +90,13 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device is {name!r}; it must be auto, cpu or cuda", param="device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {name!r}, but torch sees no GPU here; use device='cpu'", param="device")
-    return torch.device(name)
+    return device
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -6,7 +6,6 @@ request waits for it while others run.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 from agentrt.backend import FlushReport, Load, Tokenizer
 from agentrt.cache.prefix_cache import HotPath, PrefixCache
+from agentrt.engine.deadlines import Deadlines
 from agentrt.engine.executor import Executor
 from agentrt.engine.live_request import LiveRequest
 from agentrt.engine.masks import MaskMaker
@@ -26,6 +26,7 @@ from agentrt.grammar.healing import HealingCursor
 from agentrt.grammar.vocabulary import vocabulary_of
 from agentrt.observe.trace import TraceRecorder
 from agentrt.request import FinishReason, Request, TokenDelta, Usage
+from agentrt.scheduling.plan import Sampled
 from agentrt.scheduling.scheduler import Scheduler, Update
 from agentrt.scheduling.sequence import Cursor, Sequence
 
@@ -70,27 +71,41 @@ class EngineCore:
         self._clock = clock
         self._masks = MaskMaker()
         self._live: dict[str, LiveRequest] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: Deadlines[LiveRequest] = Deadlines()
         self._next_sequence = 0
         self._counts: Counter[str] = Counter()
         self._model_seconds = 0.0
+
+    @property
+    def now(self) -> float:
+        """The engine's clock, seconds."""
+        return self._clock()
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return self._scheduler.idle
 
-    def submit(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
-        """Takes a request; the next steps answer it. It was checked at the door, and its grammar is compiled."""
-        now = self._clock()
+    def submit(self, request: Request, grammar: CompiledGrammar | None = None, arrival: float | None = None) -> None:
+        """Takes a request; the next steps answer it. It was checked at the door, and its grammar is compiled.
+
+        Args:
+            request: The ask.
+            grammar: What its output must satisfy.
+            arrival: When it came, on the engine's clock; None: now.
+
+        Raises:
+            Exception: Something about it is wrong after all; nothing was begun.
+        """
+        now = self._clock() if arrival is None else arrival
         outputs = [self._output(request, grammar) for _ in range(request.sampling.n)]
         sequences = [self._sequence(request, index, output, grammar, now) for index, output in enumerate(outputs)]
         checked = grammar is not None and grammar.checked
         if self._recorder is not None:
             self._recorder.arrived(request, now)
-        self._live[request.request_id] = LiveRequest(request, sequences, outputs, checked=checked, now=now)
+        live = self._live[request.request_id] = LiveRequest(request, sequences, outputs, checked=checked, now=now)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (now + request.deadline, request.request_id))
+            self._deadlines.add(now + request.deadline, live)
         for sequence in sequences:
             self._scheduler.add(sequence)
 
@@ -149,7 +164,10 @@ class EngineCore:
             return self._tell(self._scheduler.take_ended())
         masks = self._masks.start(plan, self._scheduler.sequences())
         pending = self._executor.launch(plan)
-        output = pending.finish(masks.result())
+        made = masks.result()
+        output = pending.finish(made.masks)
+        for sequence_id, error in made.errors.items():
+            output.sampled[sequence_id] = Sampled(error=error)
         updates = self._scheduler.commit(plan, output)
         if self._recorder is not None:
             self._recorder.step(((run.start, len(run.token_ids)) for run in plan.runs), output.seconds)
@@ -179,6 +197,8 @@ class EngineCore:
 
     def _end(self, live: LiveRequest, now: float) -> None:
         del self._live[live.request.request_id]
+        if live.request.deadline is not None:
+            self._deadlines.discard(live)
         for sequence in live.sequences:
             self._scheduler.abort(sequence)
         if self._recorder is not None:
@@ -195,12 +215,9 @@ class EngineCore:
         )
 
     def _abort_overdue(self) -> None:
-        now = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            live = self._live.get(request_id)
-            if live is not None:
-                self.abort(request_id, AbortedError(f"the deadline of {live.request.deadline:g} s passed"))
+        for live in self._deadlines.passed(self._clock()):
+            if self._live.get(live.request.request_id) is live:
+                self.abort(live.request.request_id, AbortedError(f"the deadline of {live.request.deadline:g} s passed"))
 
     def check(self) -> None:
         """Checks that every page is in exactly one place.

@@ -18,6 +18,7 @@ from torch import Tensor
 from agentrt.engine.batch import SequenceStates, forward_batch
 from agentrt.engine.model_runner import ModelRunner
 from agentrt.engine.sampler import Choice, Row, Sampler
+from agentrt.errors import NumericalError
 from agentrt.request import TokenLogprob
 from agentrt.scheduling.plan import Run, Sampled, StepOutput, StepPlan
 
@@ -121,6 +122,6 @@ class _LocalStep:
 def _sampled(choices: list[Choice], scores: tuple[TokenLogprob, ...]) -> Sampled:
     error = next((choice.error for choice in choices if choice.error), "")
     if error:
-        return Sampled(scores=scores, error=error)
+        return Sampled(scores=scores, error=NumericalError(error))
     logprobs = tuple(choice.logprob for choice in choices if choice.logprob is not None)
     return Sampled(tuple(choice.token_id for choice in choices), logprobs, scores)

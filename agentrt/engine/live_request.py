@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from agentrt.engine.output import SampleOutput
-from agentrt.errors import AgentrtError
+from agentrt.errors import AgentrtError, as_request_error
 from agentrt.request import Request, TokenDelta, TokenLogprob, Usage
 from agentrt.scheduling.scheduler import Update
 from agentrt.scheduling.sequence import Sequence
@@ -56,7 +56,11 @@ class LiveRequest:
                 self._held[sequence.index] = _Held()
             return
         self._running -= update.ended
-        delta = self._delta(update, now)
+        try:
+            delta = self._delta(update, now)
+        except Exception as error:  # a stop pattern that takes too long, say: that request's fault alone
+            yield self.fail(as_request_error(error))
+            return
         if delta.token_ids or delta.text or delta.last or delta.finish_reason or delta.prompt_logprobs is not None:
             yield delta
 

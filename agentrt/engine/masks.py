@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrt.engine.executor import Masks
+from agentrt.errors import AgentrtError, as_request_error
 from agentrt.scheduling.plan import StepPlan
 from agentrt.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class MadeMasks:
+    """The masks of a step, and why a sequence has none: its grammar reached its bounds, which is that request's fault alone."""
+
+    masks: dict[int, NDArray[np.int32]] = field(default_factory=dict)
+    errors: dict[int, AgentrtError] = field(default_factory=dict)
 
 
 class MaskMaker:
@@ -23,19 +32,29 @@ class MaskMaker:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrt-masks")
 
-    def start(self, plan: StepPlan, sequences: Iterable[Sequence]) -> Future[Masks]:
+    def start(self, plan: StepPlan, sequences: Iterable[Sequence]) -> Future[MadeMasks]:
         """Begins with the masks of those runs of `plan` that sample under a grammar; their cursors are not to be touched until it is done."""
         wanted = {run.sequence_id for run in plan.runs if run.sample_at}
         constrained = [s for s in sequences if s.cursor is not None and s.sequence_id in wanted]
         if not constrained:
-            empty: Future[Masks] = Future()
-            empty.set_result({})
+            empty: Future[MadeMasks] = Future()
+            empty.set_result(MadeMasks())
             return empty
-        return self._thread.submit(lambda: {s.sequence_id: _masks(s) for s in constrained})
+        return self._thread.submit(_make, constrained)
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(wait=True)
+
+
+def _make(sequences: list[Sequence]) -> MadeMasks:
+    made = MadeMasks()
+    for sequence in sequences:
+        try:
+            made.masks[sequence.sequence_id] = _masks(sequence)
+        except Exception as error:
+            made.errors[sequence.sequence_id] = as_request_error(error)
+    return made
 
 
 def _masks(sequence: Sequence) -> NDArray[np.int32]:

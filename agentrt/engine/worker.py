@@ -1,7 +1,7 @@
 """The engine's loop in a thread or a process of its own: messages in, messages out.
 
 In: ``("submit", request)``, ``("abort", request_id)``, ``("call", call_id, method, arguments)``, ``("close",)``.
-Out: ``("ready", facts)`` once, ``("deltas", [...])``, ``("result", call_id, value)``, and ``("failed", error)`` last of all.
+Out: ``("ready", facts)`` once, ``("deltas", [...])``, ``("result", call_id, value)``, ``("error", call_id, error)``, and ``("failed", error)`` last of all.
 
 As a process (``python -m agentrt.engine.worker READ_FD WRITE_FD``) it talks over two pipes that only its parent holds, and ends when
 they close, so that it is never an orphan.
@@ -16,17 +16,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from agentrt.config import EngineConfig
+from agentrt.config import EngineConfig, Limits
 from agentrt.engine.assembly import build_engine
+from agentrt.engine.deadlines import Deadlines
 from agentrt.engine.engine import EngineCore
-from agentrt.errors import AgentrtError, EngineError, RequestError
-from agentrt.grammar import CompiledGrammar, compile
+from agentrt.errors import AbortedError, AgentrtError, EngineError, as_request_error
+from agentrt.grammar import CompiledGrammar, GrammarCache
 from agentrt.request import Request, TokenDelta
 from agentrt.text import Tokenizer, load_tokenizer
 
@@ -46,15 +47,24 @@ class WorkerOrder:
     folder: Path
 
 
+@dataclass(eq=False, slots=True)
+class _Compiling:
+    """A request whose grammar is being compiled, and when it came."""
+
+    request: Request
+    arrival: float
+
+
 class Worker:
     """Runs an engine until it is told to close."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer, inbox: Inbox, send: Send) -> None:
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer, limits: Limits, inbox: Inbox, send: Send) -> None:
         """Makes a worker.
 
         Args:
             core: The engine; used by the thread that calls `run` alone.
             tokenizer: The model's, for compiling grammars.
+            limits: Bounds on compiling them.
             inbox: Messages in, from any thread.
             send: Takes messages out; called by the thread that calls `run`.
         """
@@ -63,7 +73,9 @@ class Worker:
         self._inbox = inbox
         self._send = send
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="agentrt-grammar")
-        self._compiling: set[str] = set()  # requests whose grammar is being compiled
+        self._grammars = GrammarCache(limits)
+        self._compiling: dict[str, _Compiling] = {}
+        self._deadlines: Deadlines[_Compiling] = Deadlines()
         self._open = True
 
     def run(self) -> None:
@@ -88,48 +100,73 @@ class Worker:
         """Takes all messages there are; waits for one if there is nothing else to do."""
         while self._open:
             try:
-                message = self._inbox.get(block=self._core.idle)
+                message = self._inbox.get(block=self._core.idle, timeout=self._patience())
             except queue.Empty:
+                self._expire()
                 return
             getattr(self, f"_on_{message[0]}")(*message[1:])
+
+    def _patience(self) -> float | None:
+        """Seconds until the first deadline of a request whose grammar is being compiled."""
+        first = self._deadlines.next()
+        return None if first is None else max(first - self._core.now, 0.0)
+
+    def _expire(self) -> None:
+        for compiling in self._deadlines.passed(self._core.now):
+            del self._compiling[compiling.request.request_id]
+            error = AbortedError(f"the deadline of {compiling.request.deadline:g} s passed while its constraint was compiled")
+            self._tell([TokenDelta(compiling.request.request_id, error=error)])
 
     def _on_submit(self, request: Request) -> None:
         spec = request.sampling.grammar
         if spec is None:
-            self._core.submit(request)
+            self._submit(request, None, self._core.now)
             return
-        self._compiling.add(request.request_id)
-        future = self._compilers.submit(compile, spec, self._tokenizer, request.sampling.strict)
-        future.add_done_callback(lambda done: self._inbox.put(("compiled", request, done)))
+        compiling = self._compiling[request.request_id] = _Compiling(request, self._core.now)
+        if request.deadline is not None:
+            self._deadlines.add(compiling.arrival + request.deadline, compiling)
+        future = self._compilers.submit(self._grammars.compile, spec, self._tokenizer)
+        future.add_done_callback(lambda done: self._inbox.put(("compiled", compiling, done)))
 
-    def _on_compiled(self, request: Request, done: Any) -> None:
-        if request.request_id not in self._compiling:
-            return  # aborted meanwhile
-        self._compiling.remove(request.request_id)
+    def _on_compiled(self, compiling: _Compiling, done: Future[CompiledGrammar]) -> None:
+        request = compiling.request
+        if self._compiling.get(request.request_id) is not compiling:
+            return  # aborted meanwhile, and its id perhaps in use again
+        self._forget(compiling)
         error = done.exception()
         if error is None:
-            grammar: CompiledGrammar = done.result()
-            self._core.submit(request, grammar)
+            self._submit(request, done.result(), compiling.arrival)
         else:
-            self._tell([TokenDelta(request.request_id, error=_request_error(error))])
+            self._tell([TokenDelta(request.request_id, error=as_request_error(error))])
+
+    def _submit(self, request: Request, grammar: CompiledGrammar | None, arrival: float) -> None:
+        try:
+            self._core.submit(request, grammar, arrival)
+        except Exception as error:
+            self._tell([TokenDelta(request.request_id, error=as_request_error(error))])
+
+    def _forget(self, compiling: _Compiling) -> None:
+        del self._compiling[compiling.request.request_id]
+        self._deadlines.discard(compiling)
 
     def _on_abort(self, request_id: str) -> None:
-        if request_id in self._compiling:
-            self._compiling.remove(request_id)
+        compiling = self._compiling.get(request_id)
+        if compiling is not None:
+            self._forget(compiling)
             self._tell([self._core.never_started(request_id)])
         self._core.abort(request_id)
 
     def _on_call(self, call_id: int, method: str, arguments: tuple[Any, ...]) -> None:
-        if method not in CALLS:
-            raise ValueError(f"{method} is not one of {CALLS}")
-        self._send(("result", call_id, getattr(self._core, method)(*arguments)))
+        try:
+            if method not in CALLS:
+                raise ValueError(f"{method} is not one of {CALLS}")
+            answer: Message = ("result", call_id, getattr(self._core, method)(*arguments))
+        except Exception as error:
+            answer = ("error", call_id, as_request_error(error))
+        self._send(answer)
 
     def _on_close(self) -> None:
         self._open = False
-
-
-def _request_error(error: BaseException) -> AgentrtError:
-    return error if isinstance(error, AgentrtError) else RequestError(f"the constraint could not be compiled: {error!r}")
 
 
 def start(order: WorkerOrder, inbox: Inbox, send: Send) -> None:
@@ -142,7 +179,7 @@ def start(order: WorkerOrder, inbox: Inbox, send: Send) -> None:
         send(("failed", error if known else EngineError(f"the engine did not start: {error!r}\n{traceback.format_exc()}")))
         return
     send(("ready", facts))
-    Worker(core, tokenizer, inbox, send).run()
+    Worker(core, tokenizer, order.config.limits, inbox, send).run()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from agentrt.errors import AgentrtError
 from agentrt.request import SamplingParams, TokenLogprob
 
 
@@ -95,13 +96,13 @@ class Sampled:
         token_ids: What was sampled at each of the run's `sample_at`; empty if the logits were not finite.
         logprobs: Their log-probabilities and alternatives, if the request asks for them.
         scores: For each of the run's `score_at`, the log-probability of the token that follows in the sequence.
-        error: What was wrong with this sequence's logits, or "".
+        error: Why this sequence cannot go on, if it cannot.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
-    error: str = ""
+    error: AgentrtError | None = None
 
 
 @dataclass(frozen=True, slots=True)

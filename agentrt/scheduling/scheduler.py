@@ -16,7 +16,7 @@ import numpy as np
 
 from agentrt.cache.prefix_cache import PrefixCache
 from agentrt.cache.radix_tree import Match
-from agentrt.errors import AgentrtError, ConstraintError, NumericalError, TooLongError
+from agentrt.errors import AgentrtError, ConstraintError, TooLongError, as_request_error
 from agentrt.request import FinishReason, TokenLogprob
 from agentrt.scheduling.absence import Absences
 from agentrt.scheduling.admission import WaitingQueue
@@ -196,8 +196,11 @@ class Scheduler:
         """Plans the sequence's run of at most `allowed` tokens; returns how many, 0 if none or if it had to give way."""
         start, pending = sequence.computed_tokens, sequence.pending
         count = min(pending, allowed)
-        if count <= 0 or (sequence.drafted and count < pending):
+        if count <= 0:
             return 0
+        if sequence.drafted and count < pending:  # a draft is cut to what fits
+            del sequence.token_ids[count - pending :]
+            sequence.drafted -= pending - count
         if start + count > len(sequence.pages) * self._page_size and not self._reserve(sequence, start + count):
             return 0
         self._runs[sequence.sequence_id] = Run(
@@ -341,7 +344,7 @@ class Scheduler:
     def _commit_run(self, sequence: Sequence, run: Run, sampled: Sampled) -> Update:
         sequence.forward_passes += 1
         if sampled.error:
-            return self._fail(sequence, NumericalError(sampled.error))
+            return self._fail(sequence, sampled.error)
         prefilled = sequence.prefilling
         sequence.computed_tokens += len(run.token_ids)
         if sequence.program is not None:
@@ -372,8 +375,8 @@ class Scheduler:
         """Appends what the grammar forces before anything is sampled; ends the sequence if that is all there is."""
         try:
             reason = self._append_forced(sequence)
-        except AgentrtError as error:
-            self._ended.append(self._fail(sequence, error))
+        except Exception as error:
+            self._ended.append(self._fail(sequence, as_request_error(error)))
             return
         if reason is not None:
             self._ended.append(self._finish(sequence, self._tell(sequence, []), reason))
@@ -386,8 +389,8 @@ class Scheduler:
                 reason = reason or self._append_one(sequence, token, forced=False)
             if reason is None and sampled:
                 reason = self._append_forced(sequence)
-        except AgentrtError as error:
-            return self._fail(sequence, error)
+        except Exception as error:  # of its grammar or its stop patterns: that request's fault alone
+            return self._fail(sequence, as_request_error(error))
         update = self._tell(sequence, logprobs)
         return update if reason is None else self._finish(sequence, update, reason)
 
@@ -542,7 +545,10 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
     def _finish(self, sequence: Sequence, update: Update, reason: FinishReason) -> Update:
-        violations = sequence.watch.violations() if sequence.watch and reason is FinishReason.STOP else ()
+        try:
+            violations = sequence.watch.violations() if sequence.watch and reason is FinishReason.STOP else ()
+        except Exception as error:
+            return self._fail(sequence, as_request_error(error))
         if violations:
             return self._restart(sequence, violations)
         sequence.finish_reason = reason

@@ -1,0 +1,196 @@
+"""Where a worker runs: in a thread of this process, or in a process of its own. Messages go both ways; nothing else is shared.
+
+A worker never outlives the process that started it. A forked child has no worker: it gives back its copies of the pipes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrt.config import EngineConfig
+from agentrt.errors import EngineError
+
+Message = tuple[Any, ...]
+Receive = Callable[[Message], None]
+
+#: Seconds that a worker may take to end when it is closed, before it is killed.
+CLOSE_SECONDS = 10.0
+
+
+class Host(Protocol):
+    """Where the worker runs."""
+
+    def post(self, message: Message) -> None:
+        """Sends the worker a message; from any thread.
+
+        Raises:
+            EngineError: It is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the worker, and waits until it has ended."""
+        ...
+
+
+class ThreadHost:
+    """A worker in a thread of this process: for notebooks and tests. Its deltas come on that thread."""
+
+    THREAD = "agentrt-engine"
+
+    def __init__(self, config: EngineConfig, folder: Path, receive: Receive) -> None:
+        """Starts it.
+
+        Args:
+            config: The engine's.
+            folder: The model's.
+            receive: Called with each message.
+        """
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(config, folder, receive), name=self.THREAD, daemon=True)
+        self._thread.start()
+
+    def _run(self, config: EngineConfig, folder: Path, receive: Receive) -> None:
+        try:
+            from agentrt.engine import worker  # torch comes with it
+
+            worker.start(worker.WorkerOrder(config, folder), self._inbox, receive)
+        except Exception as error:
+            receive(("failed", EngineError(f"the engine's thread ended: {error!r}")))
+        receive(("failed", EngineError("the engine was shut down")))
+
+    def post(self, message: Message) -> None:
+        """Sends the worker a message."""
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._inbox.put(("close",))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS)
+
+
+class ProcessHost:
+    """A worker in a process of its own, so that nothing in this one can stall its steps."""
+
+    THREAD = "agentrt-deltas"
+
+    def __init__(self, config: EngineConfig, folder: Path, receive: Receive) -> None:
+        """Starts it.
+
+        Args:
+            config: The engine's.
+            folder: The model's.
+            receive: Called with each message, on a thread of this host's.
+        """
+        child_read, parent_write = os.pipe()
+        parent_read, child_write = os.pipe()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            # -P: the folder that we happen to be in is no place for the worker to import from
+            [sys.executable, "-P", "-m", "agentrt.engine.worker", str(child_read), str(child_write)],
+            pass_fds=(child_read, child_write),
+            stdin=subprocess.DEVNULL,
+            stderr=self._errors,
+            env=_environment(),
+        )
+        os.close(child_read)
+        os.close(child_write)
+        self._owner = os.getpid()
+        self._writer = Connection(parent_write, readable=False)
+        self._reader = Connection(parent_read, writable=False)
+        self._lock = threading.Lock()
+        # The order's class lives beside torch, which this process need not have; the worker's own module makes it.
+        self.post((config, folder))
+        self._thread = threading.Thread(target=self._read, args=(receive,), name=self.THREAD, daemon=True)
+        self._thread.start()
+        _hosts.add(self)
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
+    def post(self, message: Message) -> None:
+        """Sends the worker a message."""
+        try:
+            with self._lock:
+                self._writer.send(message)
+        except OSError as error:
+            raise EngineError(f"the engine's process is gone{self._last_words()}") from error
+
+    def _read(self, receive: Receive) -> None:
+        try:
+            while True:
+                receive(self._reader.recv())
+        except (EOFError, OSError):
+            reason = f"the engine's process ended with status {self._process.wait()}{self._last_words()}"
+        except Exception as error:
+            reason = f"a message from the engine's process could not be read: {error!r}"
+        receive(("failed", EngineError(reason)))
+
+    def _last_words(self) -> str:
+        try:
+            size = self._errors.seek(0, os.SEEK_END)
+            self._errors.seek(max(size - 2000, 0))
+            text = self._errors.read().decode(errors="replace").strip()
+        except ValueError:  # closed
+            text = ""
+        return f"; its last words were:\n{text}" if text else ""
+
+    def close(self) -> None:
+        """Ends the process; in a forked child, which has none, does nothing."""
+        if os.getpid() != self._owner:
+            return
+        if threading.current_thread() is self._thread:  # called by a sink: who reads must go on reading
+            threading.Thread(target=self._close, name="agentrt-close").start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self.post(("close",))
+            self._process.wait(CLOSE_SECONDS)
+        except (EngineError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._thread.join(CLOSE_SECONDS)
+        self.release()
+
+    def release(self) -> None:
+        """Gives back this process's ends of the pipes."""
+        self._writer.close()
+        self._reader.close()
+        self._errors.close()
+
+
+_hosts: weakref.WeakSet[ProcessHost] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """A child that held the pipes open would keep the worker alive after its parent."""
+    for host in list(_hosts):
+        host.release()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def _environment() -> dict[str, str]:
+    """The worker's environment: ours, the same modules, and threads that sleep while they wait for each other.
+
+    OpenMP's threads spin at each barrier by default. Where anything else wants a core, the one spun for never runs, and a
+    step takes ten times as long; sleeping costs a few microseconds a barrier.
+    """
+    modules = os.pathsep.join(path for path in sys.path if path)
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": modules}
