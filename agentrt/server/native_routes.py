@@ -22,6 +22,7 @@ from agentrt.server.presence import while_present
 from agentrt.server.prompting import Prepared
 from agentrt.server.refusals import not_found, refusal_of
 from agentrt.server.service import Service, json_response
+from agentrt.text.chat_messages import plain_messages
 
 _KINDS = ("json_schema", "regex", "choices", "lark", "tools", "structural")
 
@@ -67,7 +68,7 @@ def _prepare(service: Service, http: Request, body: GenerateBody) -> Prepared:
     if body.text is not None:
         ids = tokenizer.encode(body.text, bos=True)
     else:
-        ids = body.input_ids if body.input_ids is not None else tokenizer.encode_chat(body.messages or [])
+        ids = body.input_ids if body.input_ids is not None else tokenizer.encode_chat(plain_messages(body.messages or []))
     if not ids:
         raise PromptError("the prompt is empty; give at least one token", param=given[0])
     options = service.options(http, body.cache_salt, body.priority)
@@ -213,7 +214,7 @@ def _text(service: Service, router: APIRouter) -> None:
                 return tokenizer.encode(text, bos=body.add_special_tokens)
             tools = [{"type": "function", "function": each} for each in functions_of(body.tools or [])] or None
             arguments = {"add_generation_prompt": body.add_generation_prompt, **(body.chat_template_kwargs or {})}
-            return tokenizer.encode_chat(body.messages or [], tools=tools, **arguments)
+            return tokenizer.encode_chat(plain_messages(body.messages or []), tools=tools, **arguments)
 
         ids = await service.off_loop(work)
         answer = {"tokens": ids, "count": len(ids), "max_model_len": service.backend.capabilities.max_context}
