@@ -25,7 +25,7 @@ MARKS = ["1", "2", "3", "4", "5"]
 def mean_mark(branch: agentrt.State) -> float:
     """The mean of the marks, each weighted by how likely the model thought it: finer than the likeliest mark alone."""
     weights = [math.exp(score) for score in branch.get_meta_info("mark")["normalized_prompt_logprobs"]]
-    return sum(int(mark) * weight for mark, weight in zip(MARKS, weights, strict=True)) / sum(weights)
+    return round(sum(int(mark) * weight for mark, weight in zip(MARKS, weights, strict=True)) / sum(weights), 2)
 
 
 @agentrt.function
