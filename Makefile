@@ -8,21 +8,25 @@ STAMP  := $(VENV)/.installed
 # Everything that shares the cores keeps to its own: one thread a test process.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test quick proof lint bench clean
+.PHONY: demo test quick proof clients lint bench clean
 
 demo: $(STAMP)
 	@$(BIN)/agentrt demo
 
-test: $(STAMP)
+test: $(STAMP) clients
 	@$(BIN)/agentrt models fetch --quiet smollm2-135m qwen2.5-coder-0.5b
 	$(PYTEST) -n 2 --dist loadfile -m "not proof"
 
 quick: $(STAMP)
 	$(PYTEST) -n 2 --dist loadfile -m "not slow and not proof and not model"
 
-proof: $(STAMP)
+proof: $(STAMP) clients
 	@$(BIN)/agentrt models fetch --quiet smollm2-135m qwen2.5-coder-0.5b
 	$(PYTEST) --timeout 3600
+
+# Each client of the server in an environment of its own; a test whose client could not be had is skipped by name.
+clients: $(STAMP)
+	-@$(BIN)/python tests/clients/make_environments.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,4 +43,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

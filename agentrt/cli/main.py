@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,17 +24,26 @@ schema_app = typer.Typer(help="What a JSON Schema would do to a request.", no_ar
 app.add_typer(models_app, name="models")
 app.add_typer(schema_app, name="schema")
 
-Model = Annotated[str | None, typer.Option("--model", "-m", help="Short name, folder, .gguf file or hf:org/name.", show_default="smollm2-135m")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=0, help="Most tokens of an answer.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.", show_default="the model's")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.")]
-System = Annotated[str | None, typer.Option("--system", "-s", help="A system message to begin with.")]
+ANSWER, BATCH, ENGINE = "Answer", "Batch", "Engine"
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Short name, folder, .gguf file or hf:org/name.", show_default="smollm2-135m", rich_help_panel=ENGINE),
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=ENGINE)]
+KvTokens = Annotated[int | None, typer.Option(min=1, help="Token slots of the KV store.", show_default="what fits", rich_help_panel=ENGINE)]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's own", rich_help_panel=ENGINE)]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=0, help="Most tokens of an answer.", rich_help_panel=ANSWER)]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.", show_default="the model's", rich_help_panel=ANSWER)
+]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.", rich_help_panel=ANSWER)]
+System = Annotated[str | None, typer.Option("--system", "-s", help="A system message to begin with.", rich_help_panel=ANSWER)]
 
 
 @app.command()
 def demo() -> None:
-    """Answers a few questions on the default model, and shows what was reused."""
+    """Runs a ReAct agent with real tools, and the same without cache and jump-forward beside it."""
     from agentrt.cli.demo import run
 
     run()
@@ -42,43 +52,73 @@ def demo() -> None:
 @app.command()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The question; '-' reads it from standard input.")] = None,
-    model: Model = None,
     system: System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.", rich_help_panel=ANSWER)] = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = None,
     seed: Seed = None,
-    schema: Annotated[Path | None, typer.Option(help="A JSON Schema that the answer must satisfy.")] = None,
-    regex: Annotated[str | None, typer.Option(help="A pattern that the answer must match.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="A batch: one JSON object a line, with prompt or messages.")] = None,
-    record_trace: Annotated[Path | None, typer.Option(help="Record a trace of the run, for `agentrt simulate`.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Where the batch's answers go; a second run goes on where it stopped.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="A JSON Schema that the answer must satisfy.", rich_help_panel=ANSWER)] = None,
+    regex: Annotated[str | None, typer.Option(help="A pattern that the answer must match.", rich_help_panel=ANSWER)] = None,
+    file: Annotated[Path | None, typer.Option(help="One JSON object a line, with prompt or messages.", rich_help_panel=BATCH)] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the answers go; a second run goes on where it stopped.", rich_help_panel=BATCH)] = None,
+    model: Model = None,
     dtype: Dtype = "auto",
+    kv_tokens: KvTokens = None,
+    threads: Threads = None,
+    record_trace: Annotated[Path | None, typer.Option(help="Record a trace, for `agentrt simulate`.", rich_help_panel=ENGINE)] = None,
 ) -> None:
-    """Answers a prompt as it is generated, or a file of prompts."""
-    from agentrt.cli import generate as command
+    """Answers a prompt as it is generated, or a file of prompts. The exit status is 1 if one of them failed."""
+    from agentrt.cli.generate import Options, one
 
-    options = command.Options(model, system, raw, max_tokens, temperature, seed, schema, regex, dtype, record_trace)
-    if file is not None:
-        command.batch(file, out, options)
-    else:
-        command.one(prompt, options)
+    options = Options(
+        model=model,
+        system=system,
+        raw=raw,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        schema=schema,
+        regex=regex,
+        dtype=dtype,
+        kv_tokens=kv_tokens,
+        threads=threads,
+        record_trace=record_trace,
+    )
+    if file is None:
+        one(prompt, options)
+        return
+    from agentrt.cli.batch import run
+
+    raise typer.Exit(int(run(file, out, options) > 0))
 
 
 @app.command()
 def chat(
-    model: Model = None,
     system: System = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
     seed: Seed = None,
+    model: Model = None,
     dtype: Dtype = "auto",
+    kv_tokens: KvTokens = None,
+    threads: Threads = None,
 ) -> None:
     """Talks with the model; every turn reuses the ones before it."""
     from agentrt.cli.chat import run
     from agentrt.cli.generate import Options
 
-    run(Options(model, system, False, max_tokens, temperature, seed, None, None, dtype, None))
+    run(
+        Options(
+            model=model,
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            dtype=dtype,
+            kv_tokens=kv_tokens,
+            threads=threads,
+        )
+    )
 
 
 @app.command()
@@ -141,14 +181,18 @@ def serve(
     port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel="Where")] = 8000,
     api_key: Annotated[str | None, typer.Option(help="What clients must send.", envvar="AGENTRT_API_KEY", rich_help_panel="Where")] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Names that requests may use; can be repeated.", rich_help_panel="Where")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel="Engine")] = "auto",
-    max_total_tokens: Annotated[int | None, typer.Option(help="Token slots of the KV store.", rich_help_panel="Engine")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Most sequences in one step.", rich_help_panel="Engine")] = None,
-    chunk_size: Annotated[int | None, typer.Option(help="Most new tokens in one step.", rich_help_panel="Engine")] = None,
-    schedule_policy: Annotated[str | None, typer.Option(help="fcfs, lpm, dfs or program.", rich_help_panel="Engine")] = None,
-    no_radix_cache: Annotated[bool, typer.Option("--no-radix-cache", help="Keep no prefixes.", rich_help_panel="Engine")] = False,
+    dtype: Dtype = "auto",
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option("--kv-tokens", "--max-total-tokens", min=1, help="Token slots of the KV store.", show_default="what fits", rich_help_panel=ENGINE),
+    ] = None,
+    threads: Threads = None,
+    max_running: Annotated[int | None, typer.Option(help="Most sequences in one step.", rich_help_panel=ENGINE)] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="Most new tokens in one step.", rich_help_panel=ENGINE)] = None,
+    schedule_policy: Annotated[str | None, typer.Option(help="fcfs, lpm, dfs or program.", rich_help_panel=ENGINE)] = None,
+    no_radix_cache: Annotated[bool, typer.Option("--no-radix-cache", help="Keep no prefixes.", rich_help_panel=ENGINE)] = False,
     max_queued: Annotated[int, typer.Option(help="Waiting requests before 503.", rich_help_panel="Requests")] = 1024,
-    record_trace: Annotated[str | None, typer.Option(help="Record a trace, for `agentrt simulate`.", rich_help_panel="Engine")] = None,
+    record_trace: Annotated[str | None, typer.Option(help="Record a trace, for `agentrt simulate`.", rich_help_panel=ENGINE)] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for what runs, after SIGTERM.", rich_help_panel="Requests")] = 30.0,
     tool_format: Annotated[str, typer.Option(help="How the model writes calls; auto: from its template.", rich_help_panel="Requests")] = "auto",
     named_tool_finish: Annotated[str, typer.Option(help="stop or tool_calls.", rich_help_panel="Requests")] = "stop",
@@ -173,7 +217,8 @@ def serve(
         model,
         config,
         dtype=dtype,
-        kv_tokens=max_total_tokens,
+        kv_tokens=kv_tokens,
+        threads=threads,
         max_running=max_running,
         step_tokens=chunk_size,
         policy=schedule_policy,
@@ -181,6 +226,20 @@ def serve(
         record_trace=record_trace,
     )
     raise typer.Exit(status)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="A Python file with agent programs; what follows it is its own.")],
+    model: Model = None,
+    report: Annotated[Path | None, typer.Option(help="Write the programs' report as a page.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the programs' report as JSON.")] = None,
+) -> None:
+    """Runs a file of agent programs, and reports what was reused, recomputed and why."""
+    from agentrt.cli.run import run as command
+
+    command(file, tuple(context.args), model=model, report=report, trace=trace)
 
 
 @app.command()
@@ -221,6 +280,8 @@ def simulate(
 
 def main() -> None:
     """The console script: errors of ours are a message, not a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal's encoding does not have
     raise SystemExit(guarded(app))
 
 
@@ -229,9 +290,9 @@ def guarded(command: Callable[[], Any]) -> int:
     try:
         command()
     except AgentrtError as error:
-        from rich.console import Console
+        from agentrt.cli.console import complain
 
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        complain(error)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
