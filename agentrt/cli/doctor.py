@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ def run() -> int:
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
         mark = "[green]ok[/]" if not finding.mend else "[red]no[/]" if finding.fatal else "[yellow]hm[/]"
-        table.add_row(mark, finding.what, finding.found + (f"\n[bold]{finding.mend}[/]" if finding.mend else ""))
+        mend = ("\n" + finding.mend, "bold") if finding.mend else ""
+        table.add_row(mark, finding.what, Text.assemble(finding.found, mend))
     Console().print(table, highlight=False)
     return int(any(finding.fatal for finding in findings))
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from agentrt.cli.start import console
+from agentrt.cli.console import console
 from agentrt.errors import UserError
 from agentrt.grammar.check import check_schema, compile_ahead
 
@@ -25,7 +26,7 @@ def check(source: str) -> int:
     for column in ("where", "keyword", "standing", "why"):
         table.add_column(column, overflow="fold")
     for pointer, keyword, standing, why in report.rows:
-        table.add_row(pointer, keyword, f"[{_COLOURS.get(standing.upper(), 'default')}]{standing}[/]", why)
+        table.add_row(Text(pointer), Text(keyword), Text(standing, style=_COLOURS.get(standing.upper(), "")), Text(why))
     out = Console()
     out.print(table, highlight=False)
     out.print()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from agentrt.cli.console import console as console
 from agentrt.hub import ModelFiles, resolve_model
 from agentrt.hub import Progress as FetchProgress
 from agentrt.runtime import Engine
 
-#: What is not the answer goes to standard error, so that the answer can be piped.
-console = Console(stderr=True)
-
 
 def resolve_shown(model: str | None, *, quiet: bool = False) -> ModelFiles:
     """Finds a model; shows progress while it is fetched and converted."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -32,5 +30,5 @@ def resolve_shown(model: str | None, *, quiet: bool = False) -> ModelFiles:
 def start_engine(model: str | None, *, dtype: str = "auto", **options: Any) -> Engine:
     """An engine that is ready, after a line that says what it is."""
     files = resolve_shown(model)
-    with console.status(f"loading {files.name}"):
+    with console.status(Text(f"loading {files.name}")):
         return Engine(model, dtype=dtype, **options)  # type: ignore[arg-type]
