@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 Table = tuple[NDArray[np.int32], NDArray[np.bool_], int]
 
-#: A character that no pattern of ours matches, put behind every pattern. Without it `Index` drops ways: it sees a match
-#: only one byte late, prefers one alternative to another ("(a|ab)" never reads "ab"), and forgets what goes on after it.
+#: A character that no pattern of ours matches, put before and behind every pattern. Without the one behind, `Index` drops
+#: ways: it sees a match only one byte late, prefers one alternative to another ("(a|ab)" never reads "ab"), and forgets what
+#: goes on after it. Without the one before, it takes exponential time: it also prepares for matches that begin anywhere, and
+#: then "a[0-9]{0,18}" has 2**18 sets of places where one may be under way.
 SENTINEL = "\U0010ffff"
 
 _BYTES = outlines_core.Vocabulary(256, {bytes([i]): [i] for i in range(256)})
@@ -36,7 +38,7 @@ def byte_table(pattern: str, max_states: int) -> Table:
         TooManyStatesError: There are more than `max_states`.
         ValueError: outlines-core refuses the pattern.
     """
-    index = outlines_core.Index(f"(?:{pattern}){SENTINEL}", _BYTES)
+    index = outlines_core.Index(f"{SENTINEL}(?:{pattern}){SENTINEL}", _BYTES)
     transitions = index.get_transitions()
     finals = set(index.get_final_states())
     states = {index.get_initial_state()} | finals | set(transitions)
@@ -50,12 +52,24 @@ def byte_table(pattern: str, max_states: int) -> Table:
         for byte, target in row.items():
             if byte < 256:
                 table[number[state], byte] = number[target]
-    accepting = _without_sentinel(table, np.array([number[state] for state in finals], dtype=np.int32))
-    return table, accepting, number[index.get_initial_state()]
+    start = _behind_sentinel(table, number[index.get_initial_state()])
+    accepting = _without_last_sentinel(table, np.array([number[state] for state in finals], dtype=np.int32))
+    return table, accepting, start
 
 
-def _without_sentinel(table: NDArray[np.int32], finals: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Cuts the sentinel off; the states from which it led to the end are the accepting ones, bool [states]."""
+def _behind_sentinel(table: NDArray[np.int32], state: int) -> int:
+    """The state after the first sentinel, or -1; the way there is cut off."""
+    for byte in SENTINEL.encode():
+        if state < 0:
+            break
+        following = int(table[state, byte])
+        table[state] = -1
+        state = following
+    return state
+
+
+def _without_last_sentinel(table: NDArray[np.int32], finals: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Cuts the last sentinel off; the states from which it led to the end are the accepting ones, bool [states]."""
     *head, last = SENTINEL.encode()
     ends = np.isin(table[:, last], finals)
     table[ends, last] = -1

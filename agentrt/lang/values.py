@@ -111,8 +111,7 @@ def _string(text: str) -> str:
 
 
 def _pattern(source: str) -> dict[str, Any]:
-    # Bounded repeats over a large vocabulary cost seconds as a token-level automaton, and nothing in the other engine.
-    return {"grammar": GrammarSpec("regex", source, engine="llguidance")}
+    return {"grammar": GrammarSpec("regex", source)}
 
 
 _PLAIN: dict[Any, ValueType] = {

@@ -60,6 +60,14 @@ def _alive(fsm, state, token):
     return fsm.automaton.walk(state, fsm.vocabulary.token_bytes(token)) >= 0
 
 
+@pytest.mark.parametrize(("pattern", "states"), [("-?(0|[1-9][0-9]{0,18})", 21), ("a[0-9]{0,200}", 202), ("[a-c]x?[a-z]{0,60}", None)])
+def test_bounded_repeats_cost_a_state_each(pattern, states, byte_tokens):
+    """outlines-core also prepares for matches that begin anywhere, which takes 2**n states unless a first sentinel rules that out."""
+    fsm = fsm_of(pattern, byte_tokens)
+    assert len(fsm.automaton) == states or (states is None and len(fsm.automaton) < 200)
+    assert (fsm.automaton.table[fsm.automaton.start] >= 0).any()
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text("abé ", min_size=1, max_size=6), min_size=1, max_size=8, unique=True), st.data())
 def test_choices_accept_exactly_themselves(trained_tokens, choices, data):
