@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,11 @@ _FORM = "1"  #: changes when what is stored means something else
 
 def default_folder() -> Path:
     """The folder "grammars" of agentrt's cache, which `AGENTRT_HOME` moves."""
-    home = os.environ.get("AGENTRT_HOME")
+    return _folder_under(os.environ.get("AGENTRT_HOME"))
+
+
+@lru_cache(maxsize=4)  # asked for with every schema
+def _folder_under(home: str | None) -> Path:
     return (Path(home).expanduser() if home else Path(platformdirs.user_cache_dir("agentrt", appauthor=False))) / "grammars"
 
 
