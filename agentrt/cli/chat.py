@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrt.backend import DeltaStream, stream
-from agentrt.cli.console import complain, console, say
+from agentrt.cli.console import complain, say, show
 from agentrt.cli.generate import Options
 from agentrt.errors import AgentrtError, EngineError
 from agentrt.request import SamplingParams, Usage
@@ -67,7 +67,7 @@ def _turn(engine: Engine, messages: list[dict[str, Any]], sampling: SamplingPara
         say("your message is taken back; the conversation goes on", "dim")
         return []
     except KeyboardInterrupt:  # the stream is lost, and with it the request
-        console.print("[dim] (stopped)[/]")
+        say(" (stopped)", "dim")
         usage = None
     if usage is not None:
         say(f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them reused", "dim")
@@ -80,7 +80,7 @@ def _show(deltas: DeltaStream, parts: list[str]) -> Usage | None:
     usage = None
     try:
         for delta in deltas:
-            print(delta.text, end="", flush=True)
+            show(delta.text)
             parts.append(delta.text)
             usage = delta.usage or usage
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrt.backend import stream
 from agentrt.backends.door import Prompt
-from agentrt.cli.console import console
+from agentrt.cli.console import console, say, show
 from agentrt.cli.start import start_engine
 from agentrt.errors import UserError
 from agentrt.request import SamplingParams
@@ -86,20 +86,18 @@ def one(prompt: str | None, options: Options) -> None:
         request = engine.request(options.prompt(prompt), engine.facts.sampling.replace(**changes))
         usage = None
         for delta in stream(engine, request):
-            print(delta.text, end="", flush=True)
+            show(delta.text)
             usage = delta.usage or usage
-        print(flush=True)
+        show("\n")
     if usage is not None and console.is_terminal:
         seconds = max(usage.run_seconds, 1e-9)
-        console.print(
-            f"[dim]{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated "
-            f"({usage.completion_tokens / seconds:.0f} a second)[/]"
-        )
+        speed = f"{usage.completion_tokens / seconds:.0f} a second"
+        say(f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated ({speed})", "dim")
 
 
 def _read_standard_input() -> str:
     if sys.stdin.isatty():
-        console.print("[dim]type the prompt; Ctrl-D ends it[/]")
+        say("type the prompt; Ctrl-D ends it", "dim")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

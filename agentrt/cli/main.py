@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -280,8 +279,6 @@ def simulate(
 
 def main() -> None:
     """The console script: errors of ours are a message, not a traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal's encoding does not have
     raise SystemExit(guarded(app))
 
 

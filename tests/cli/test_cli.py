@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import pty
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+
+from agentrt.cli.main import guarded
+from agentrt.errors import UserError
 
 AGENTRT = [sys.executable, "-c", "from agentrt.cli.main import main; main()"]
 
@@ -42,6 +48,50 @@ def test_an_unknown_model_is_a_message_not_a_traceback():
     assert "Traceback" not in done.stderr
 
 
+def test_models_lie_on_lines_that_can_be_copied(tmp_path):
+    home = tmp_path / ("a long way from home" * 3)
+    lying = ("models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf", "converted/b179c9523d0e6a0f98a330c7562b6827-v1/config.json")
+    for place in lying:
+        (home / place).parent.mkdir(parents=True)
+        (home / place).write_text("{}")
+    done = agentrt("models", env={"AGENTRT_HOME": str(home), "COLUMNS": "80"})
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert lines[1] == f"  {lying[0]}"
+    assert lines[3] == f"  {Path(lying[1]).parent}"
+    assert [line.split()[:2] for line in (lines[0], lines[2])] == [["smollm2-135m", "fetched"], ["smollm2-135m", "converted"]]
+    assert done.stdout.count(str(home)) == 1
+    assert all(len(line) <= 80 for line in lines if str(home) not in line)
+
+
+def test_an_error_is_printed_as_it_is(capsys):
+    message = "the pattern 'a[/b]c' of [red]x[/red] :smile: \\ is not one; see " + "/a/long/path" * 30
+
+    def fails() -> None:
+        raise UserError(message)
+
+    assert guarded(fails) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+    done = agentrt("generate", "hello", "--model", "x[/b]y:smile:")
+    assert done.returncode == 1
+    assert "x[/b]y:smile:" in done.stderr
+
+
+@pytest.mark.slow
+def test_doctor_recommends_what_there_is(monkeypatch):
+    """Every option that it names is one of both commands that load a model, and of serve."""
+    from types import SimpleNamespace
+
+    from agentrt.cli import doctor
+
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9, total=4 * 10**9))
+    named = {option for finding in doctor.examine() for option in re.findall(r"--[a-z-]+", finding.mend)}
+    assert named == {"--kv-tokens"}
+    for command in ("generate", "chat", "serve"):
+        shown = agentrt(command, "--help").stdout
+        assert named <= set(re.findall(r"--[a-z-]+", shown))
+        assert "--threads" in shown
+
+
 @pytest.mark.slow
 def test_doctor_finds_what_is_wrong(tmp_path):
     well = agentrt("doctor", env={"AGENTRT_HOME": str(tmp_path)})
@@ -63,6 +113,73 @@ def test_generate_prints_the_answer_alone(tiny_model):
     assert from_stdin.stdout == done.stdout
     assert done.stdout.strip()
     assert "tokens" not in done.stdout  # what is not the answer is on standard error
+
+
+@pytest.mark.slow
+def test_options_of_the_engine_reach_it(tiny_model):
+    done = agentrt("generate", "--model", tiny_model, "-n", "40", "--raw", "--kv-tokens", "32", "--threads", "1", "hello")
+    assert done.returncode == 1
+    assert "the KV store has 32" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_an_answer_that_the_encoding_cannot_hold_is_printed_all_the_same(tiny_model):
+    args = ("generate", "--model", tiny_model, "--regex", "naïve 🙂", "hello")
+    assert agentrt(*args).stdout == "naïve 🙂\n"
+    done = agentrt(*args, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "na?ve ?\n")
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_takes_everything_with_it(talker):
+    """As `| head -1` does: no traceback, no process left."""
+    args = ("generate", "--model", str(talker), "-n", "8000", "-t", "0", "--raw", "hello")
+    with subprocess.Popen([*AGENTRT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        (worker,) = psutil.Process(process.pid).children()
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode != 0
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert not worker.is_running()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_stops_the_batch_and_a_second_run_goes_on(talker, tmp_path):
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    texts = [f"question {n}" for n in range(300)] + ["not ~ a number"]
+    prompts.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    args = ("generate", "--file", prompts, "--out", answers, "--model", talker, "-t", "0", "--raw")
+    process = subprocess.Popen([*AGENTRT, *map(str, args), "-n", "40"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: answers.exists() and answers.stat().st_size > 0)
+    (worker,) = psutil.Process(process.pid).children()
+    worker.kill()
+    printed, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert printed == ""
+    assert "Traceback" not in said
+    some = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert 0 < len(some) < 300
+    assert all("text" in record for record in some)
+    assert f"{len(some)} of 301 prompts are answered" in said
+    second = agentrt(*args, "-n", "1")
+    assert second.returncode == 1, second.stderr
+    assert "1 prompts failed" in second.stderr
+    records = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert records[: len(some)] == some
+    assert [record["line"] for record in records] == list(range(1, 302))
+    assert [record["line"] for record in records if "error" in record] == [301]
 
 
 @pytest.mark.slow
@@ -97,29 +214,6 @@ def test_a_batch_goes_on_where_it_stopped(tiny_model, tmp_path):
     missing = agentrt("generate", "--file", tmp_path / "none.jsonl", "--out", answers, "--model", tiny_model)
     assert missing.returncode == 1
     assert "none.jsonl" in missing.stderr
-
-
-@pytest.mark.slow
-def test_chat_talks_in_a_terminal(tiny_model: Path):
-    """In a pseudo-terminal, as a person would: two turns, a command, and out."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen([*AGENTRT, "chat", "--model", str(tiny_model), "-n", "4", "-t", "0"], stdin=slave, stdout=slave, stderr=slave)
-    os.close(slave)
-    screen = b""
-    for line in ("hello", "and again", "/clear", "/quit"):
-        while not screen.rstrip(b" ").endswith(b">"):
-            screen += os.read(master, 1024)
-        os.write(master, line.encode() + b"\n")
-        screen += b"\n"
-    try:
-        while chunk := os.read(master, 1024):
-            screen += chunk
-    except OSError:  # the terminal closes with the process
-        pass
-    assert process.wait(30) == 0
-    os.close(master)
-    assert b"of them reused" in screen
-    assert b"Traceback" not in screen
 
 
 @pytest.mark.slow
