@@ -17,11 +17,12 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MODES = ("none", "auto", "required")
@@ -29,9 +30,12 @@ MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class Result:
-    """One answer: the calls in it, whether they parse, whether they are right, and what they cost."""
+    """One answer: the calls in it, whether they parse, fit their tools and are right, and what they cost."""
 
+    row: str
+    calls: list[dict[str, Any]]
     parsed: bool
+    valid: bool
     right: bool
     tokens: int
     seconds: float
@@ -87,6 +91,12 @@ def right_calls(calls: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[st
     return not left
 
 
+def valid_call(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a call names a tool and its arguments satisfy that tool's schema."""
+    schema = next((tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == call["name"]), None)
+    return schema is not None and jsonschema.Draft202012Validator(schema).is_valid(call["arguments"])
+
+
 def calls_in_text(text: str, wanted: int) -> list[dict[str, Any]]:
     """The first JSON objects of a free text that look like calls."""
     calls, at = [], 0
@@ -123,7 +133,8 @@ async def ask(http: httpx.AsyncClient, model: str, row: Mapping[str, Any], mode:
     answer.raise_for_status()
     whole = answer.json()
     calls = calls_of(whole["choices"][0]["message"], mode, wanted)
-    return Result(bool(calls), right_calls(calls, row["answers"]), whole["usage"]["completion_tokens"], time.perf_counter() - begun)
+    right, valid = right_calls(calls, row["answers"]), bool(calls) and all(valid_call(call, row["tools"]) for call in calls)
+    return Result(row["id"], calls, bool(calls), valid, right, whole["usage"]["completion_tokens"], time.perf_counter() - begun)
 
 
 async def run_mode(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mode: str) -> tuple[list[Result], float]:
@@ -166,12 +177,13 @@ def main() -> None:
     results: dict[str, list[Result]] = {}
     table = []
     print(f"{len(rows)} requests ({args.rows} rows), greedy, {args.concurrency} at a time, bootstrap seed {args.seed}")
-    print(f"{'tool_choice':<12}{'parsed':>8}{'right':>8}{'share':>9}{'tokens':>9}{'seconds':>9}")
+    print(f"{'tool_choice':<12}{'parsed':>8}{'valid':>8}{'right':>8}{'share':>9}{'tokens':>9}{'seconds':>9}", flush=True)
     for mode in args.modes:
         results[mode], seconds = asyncio.run(run_mode(args, rows, mode))
-        line = {"mode": mode, "parsed": sum(r.parsed for r in results[mode]), "right": sum(r.right for r in results[mode]), "tokens": sum(r.tokens for r in results[mode]), "seconds": round(seconds, 1)}
+        line = {name: sum(getattr(result, name) for result in results[mode]) for name in ("parsed", "valid", "right", "tokens")}
+        line |= {"mode": mode, "seconds": round(seconds, 1)}
         table.append(line)
-        print(f"{mode:<12}{line['parsed']:>8}{line['right']:>8}{line['right'] / len(rows):>9.1%}{line['tokens']:>9}{seconds:>9.1f}", flush=True)
+        print(f"{mode:<12}{line['parsed']:>8}{line['valid']:>8}{line['right']:>8}{line['right'] / len(rows):>9.1%}{line['tokens']:>9}{seconds:>9.1f}", flush=True)
     differences = {}
     for one, other in (("required", "none"), ("auto", "none"), ("auto", "required")):
         if one in results and other in results:
@@ -179,8 +191,8 @@ def main() -> None:
             mean, low, high = differences[f"{one} - {other}"]
             print(f"{one} - {other}: {mean:+.1%}, 95% from {low:+.1%} to {high:+.1%}")
     if args.json:
-        rights = {mode: [result.right for result in each] for mode, each in results.items()}
-        args.json.write_text(json.dumps({"rows": len(rows), "table": table, "differences": differences, "right": rights}, indent=1))
+        answers = {mode: [asdict(result) for result in each] for mode, each in results.items()}
+        args.json.write_text(json.dumps({"rows": len(rows), "table": table, "differences": differences, "answers": answers}, indent=1))
 
 
 if __name__ == "__main__":

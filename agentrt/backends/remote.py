@@ -9,6 +9,7 @@ Invariant: every request that `submit` accepts ends exactly once.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -124,8 +125,8 @@ class HttpBackend:
         """Refuses what this kind of server cannot do."""
         if not request.prompt_ids:
             raise PromptError("the prompt is empty", param="prompt_ids")
-        if request.prompt_tail:
-            raise UserError("token healing needs an engine in this process", param="prompt_tail")
+        if request.prompt_tail and not self._capabilities.healing:
+            raise UserError("token healing needs an agentrt engine, here or behind RuntimeEndpoint", param="prompt_tail")
 
     def _answer(self, request: Request, began: float) -> AsyncIterator[TokenDelta]:
         """Asks, and yields the deltas."""
@@ -261,10 +262,11 @@ class RemoteTokenizer:
         return str(self._backend.ask("POST", "/detokenize", body)["prompt"]) if body["tokens"] else ""
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes of one id, None for a control token; a part of a character comes as U+FFFD."""
+        """Bytes of one id, None for a control token."""
         if token_id not in self._bytes:
-            text = self.decode([token_id])
-            self._bytes[token_id] = text.encode() if text else None
+            answer = self._backend.ask("POST", "/detokenize", {"tokens": [token_id], "return_token_bytes": True})
+            (piece,) = answer["token_bytes"]
+            self._bytes[token_id] = None if piece is None else base64.b64decode(piece)
         return self._bytes[token_id]
 
     def encode_chat(
@@ -304,7 +306,7 @@ class RuntimeEndpoint(HttpBackend):
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         kinds = ("json_schema", "regex", "choices", "lark", "tools", "structural")
-        super().__init__(base_url, headers, Capabilities("remote", grammars=kinds, healing=False), transport=transport)
+        super().__init__(base_url, headers, Capabilities("remote", grammars=kinds), transport=transport)
         self._tokenizer = RemoteTokenizer(self)
         try:
             model = str(self.ask("GET", "/version")["model"])
@@ -312,7 +314,7 @@ class RuntimeEndpoint(HttpBackend):
         except BaseException:
             self.close()
             raise
-        self._capabilities = Capabilities(model, grammars=kinds, max_context=size, healing=False)
+        self._capabilities = Capabilities(model, grammars=kinds, max_context=size)
 
     @property
     def tokenizer(self) -> RemoteTokenizer:
@@ -328,6 +330,7 @@ class RuntimeEndpoint(HttpBackend):
             "cache_salt": request.cache_salt,
             "priority": request.priority,
             "deadline": request.deadline,
+            "prompt_tail": base64.b64encode(request.prompt_tail).decode(),
         }
         tag = request.program
         if tag is not None:

@@ -293,8 +293,9 @@ def _tree(branches: Sequence[Record]) -> str:
     return f'<svg viewBox="0 0 {width} {high}" style="min-width:34rem" role="img" aria-label="branches">{"".join(shapes)}{more}</svg>'
 
 
-def _order(path: str) -> list[tuple[int, ...]]:
-    return [tuple(int(part) for part in step.split(".")) for step in path.split("/") if step]
+def _order(path: str) -> list[list[tuple[int, str]]]:
+    """Numbers by value, and before names: a program over HTTP calls its branches what it likes."""
+    return [[(int(part), "") if part.isdecimal() else (1 << 62, part) for part in step.split(".")] for step in path.split("/") if step]
 
 
 def _call(place: int, call: Record, values: Record) -> str:

@@ -16,7 +16,7 @@ from agentrt.observe.metrics import Metrics, RequestTimes
 from agentrt.request import TokenDelta, Usage
 from agentrt.server.answers import Heard, SampleAnswer
 from agentrt.server.flight import Flight, FlightTable
-from agentrt.server.programs import ProgramBook
+from agentrt.server.programs import Asked, ProgramBook
 from agentrt.server.refusals import refusal_of
 from agentrt.server.turns import TurnMemory
 
@@ -117,7 +117,9 @@ class Call:
             reasons = tuple(answer.finish_reason.value if answer.finish_reason else "abort" for answer in answers)
             books.metrics.ended(usage, times, reasons)
             if request.program is not None and answers:
-                books.programs.note(request.program.program, flight.endpoint, request.prompt_ids, answers[0].token_ids, usage)
+                ids = [answer.token_ids for answer in answers]
+                ended = ", ".join(sorted(set(reasons)))
+                books.programs.note(Asked(request.program, flight.endpoint, request.prompt_ids, ids, usage, flight.started, now, ended))
             for answer in answers if self.remembers else ():
                 books.turns.remember(request.prompt_ids, answer.token_ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -83,9 +84,17 @@ def _prepare(service: Service, http: Request, body: GenerateBody) -> Prepared:
         priority=options.priority,
         program=_program(body.program, options.program),
         deadline=body.deadline,
+        prompt_tail=_tail(body.prompt_tail),
         **named,
     )
     return Prepared((ask,), [SampleAnswer() for _ in range(sampling.n)])
+
+
+def _tail(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise UserError("prompt_tail is not base64; it is the bytes that the answer must begin by completing", param="prompt_tail") from None
 
 
 def _program(given: ProgramBody | str | None, header: str | None) -> ProgramTag | None:
@@ -229,24 +238,37 @@ def _text(service: Service, router: APIRouter) -> None:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < tokenizer.vocab_size), None)
         if wrong is not None:
             raise UserError(f"token id {wrong} is not in the vocabulary (0 to {tokenizer.vocab_size - 1})", param="tokens")
-        return json_response({"prompt": await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens))})
+        answer: dict[str, Any] = {"prompt": await service.off_loop(lambda: tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens))}
+        if body.return_token_bytes:  # exact where a text cannot be: a token may be a part of a character
+            pieces = [tokenizer.token_bytes(token_id) for token_id in body.tokens]
+            answer["token_bytes"] = [None if piece is None else base64.b64encode(piece).decode() for piece in pieces]
+        return json_response(answer)
 
 
 # ---- programs
 
 
+#: A report is one file with its own style: it runs nothing and takes nothing from anywhere.
+_REPORT_POLICY = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"}
+
+
 def _programs(service: Service, router: APIRouter) -> None:
+    tokenizer = service.backend.tokenizer
+
     @router.get("/programs")
     async def programs() -> Response:
         """The programs that were seen lately."""
         return json_response({"programs": service.programs.names()})
 
     @router.get("/programs/{program}/report")
-    async def report(program: str) -> Response:
-        """What each call of a program reused, what it computed, and why."""
+    async def report(http: Request, program: str) -> Response:
+        """What each call of a program reused, what it computed, and why: JSON, or a page for a browser."""
         if program not in service.programs:
             raise not_found(f"no call of a program {program!r} has ended here; send the header X-Agentrt-Program", param="program")
-        return json_response(service.programs.report(program))
+        made = service.programs.report(program, service.names[0], lambda ids: tokenizer.decode(ids, skip_special=False))
+        if "text/html" in http.headers.get("accept", ""):
+            return Response(made.to_html(), media_type="text/html", headers=_REPORT_POLICY)
+        return json_response(made.values)
 
     @router.post("/programs/{program}/hold")
     async def hold(program: str, body: HoldBody) -> Response:

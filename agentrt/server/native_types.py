@@ -79,6 +79,7 @@ class GenerateBody(_Strict):
     cache_salt: StrictStr | None = None
     priority: StrictInt | None = None
     program: ProgramBody | StrictStr | None = None
+    prompt_tail: StrictStr = Field(default="", description="Base64 of text not in the prompt that the answer must begin by completing.")
     deadline: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     hold_seconds: float | None = Field(default=None, ge=0, le=3600)
     end_program: StrictBool = False

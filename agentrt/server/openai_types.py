@@ -222,3 +222,4 @@ class DetokenizeBody(BaseModel):
     model: Text | None = None
     tokens: list[StrictInt]
     skip_special_tokens: StrictBool = True
+    return_token_bytes: StrictBool = False

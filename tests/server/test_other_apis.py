@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 
+import jsonschema
 import openai
 import pytest
 
@@ -169,7 +171,7 @@ def test_ids_in_and_ids_out(serving):
         lines = http.post("/generate", json=body | {"stream": True}).text.split("\n\n")
         pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         assert [token for piece in pieces for token in piece["output_ids"]] == answer["output_ids"]
-        assert http.get("/programs/p/report").json()["total"]["prompt_tokens"] == 2 * len(ids)
+        assert http.get("/programs/p/report").json()["totals"]["prompt_tokens"] == 2 * len(ids)
         assert http.get("/programs/gone/report").status_code == 404
         for bad in ({}, {"text": ""}, {"text": "a", "input_ids": [1]}, {"input_ids": [-1]}, {"text": "a", "sampling_params": {"warmth": 1}}):
             assert http.post("/generate", json=bad).status_code == 400
@@ -177,11 +179,55 @@ def test_ids_in_and_ids_out(serving):
         assert http.post("/flush_cache").json().keys() == {"freed_tokens", "kept_tokens"}
 
 
+def test_a_program_on_a_remote_engine_is_healed_as_on_one_in_process(serving):
+    import agentrt
+    from agentrt.backends.remote import RuntimeEndpoint
+    from agentrt.backends.scripted import ScriptedBackend
+
+    @agentrt.function
+    def plain(s):
+        s += "He went to a" + agentrt.gen("word", max_tokens=8)
+
+    server = serving("bc. d")
+    here = ScriptedBackend("bc. d")
+    remote = RuntimeEndpoint(server.url)
+    assert remote.tokenizer.token_bytes(0xC3) == b"\xc3"  # a part of a character, exactly
+    assert remote.tokenizer.token_bytes(remote.tokenizer.encode("abc")[0]) == b"abc"
+    assert plain.run(backend=remote)["word"] == plain.run(backend=here)["word"]
+    asked, own = server.backend.requests[-1], here.requests[-1]
+    assert asked.prompt_tail == own.prompt_tail != b""
+    assert asked.prompt_ids == own.prompt_ids
+    remote.close()
+    with server.client() as http:
+        answer = http.post("/generate", json={"text": "a", "prompt_tail": "not base64!"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_tail")
+
+
 def test_a_program_is_told_why_tokens_were_computed(serving):
     server = serving("ok")
-    with server.client(headers={"X-Agentrt-Program": "p"}) as http:
+    schema = json.loads((resources.files("agentrt.schemas") / "program_report.json").read_text())
+    with server.client(headers={"X-Agentrt-Program": "p <b>"}) as http:
         for text in ("a b c", "a b c", "a b d"):
             http.post("/v1/completions", json={"prompt": text})
-        calls = http.get("/programs/p/report").json()["calls"]
-    assert [call["why"] for call in calls] == ["never seen", "all of it was cached; its last token is always computed", calls[2]["why"]]
-    assert [request.program.program for request in server.backend.requests] == ["p"] * 3
+        report = http.get("/programs/p <b>/report").json()
+        page = http.get("/programs/p <b>/report", headers={"accept": "text/html,*/*;q=0.8"})
+    jsonschema.validate(report, schema)
+    reasons = [[(reason["why"], reason["tokens"], reason.get("first")) for reason in call["recomputed"]] for call in report["calls"]]
+    prompt = len(server.backend.tokenizer.encode("a b c"))
+    assert reasons == [[("new", prompt, "a")], [("last", 1, None)], [("new", 1, "d")]]
+    assert [call["cached_tokens"] for call in report["calls"]] == [0, prompt - 1, prompt - 1]
+    assert [request.program.program for request in server.backend.requests] == ["p <b>"] * 3
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "<h1>p &lt;b&gt;</h1>" in page.text
+
+
+def test_a_programs_branches_are_told_apart(serving):
+    server = serving("ok")
+    with server.client() as http:
+        for branch, text in (("", "the trunk "), ("0.1", "the trunk and one"), ("odd name", "other")):
+            http.post("/generate", json={"text": text, "program": {"program": "p", "branch": branch}})
+        branches = {each["path"]: each for each in http.get("/programs/p/report").json()["branches"]}
+        assert http.get("/programs/p/report", headers={"accept": "text/html"}).status_code == 200
+    shared = len(server.backend.tokenizer.encode("the trunk"))
+    assert [branches[path]["shared_tokens"] for path in ("", "0.1", "odd name")] == [0, shared, 0]
