@@ -54,7 +54,7 @@ def planning(policy: str, page_size: int) -> list[Row]:
     random = np.random.default_rng(SEED)
     clock = [0.0]
     pages = 200_000 // page_size
-    cache = PrefixCache(PagePool(pages, page_size), eviction_policy("lru", pages), clock=lambda: clock[0])
+    cache = PrefixCache(PagePool(pages, page_size), eviction_policy("lru"), clock=lambda: clock[0])
     scheduler = Scheduler(cache, Budget(2048, 1024, 64), POLICIES[policy], clock=lambda: clock[0], max_wait=5.0)
     prefixes = texts(random, 50, 1000)
     tails = texts(random, WAITING, 24)
@@ -87,7 +87,7 @@ def large_tree(apart: int) -> list[Row]:
     """A tree of 1,000,000 tokens in 20,000 branches, which part from a trunk of 4,096 tokens at every `apart`-th."""
     random = np.random.default_rng(SEED)
     pages = TREE_TOKENS + 50_000
-    cache = PrefixCache(PagePool(pages, 1), eviction_policy("lru", pages))
+    cache = PrefixCache(PagePool(pages, 1), eviction_policy("lru"))
     trunk = texts(random, 1, 4096)[0]
     each = (TREE_TOKENS - len(trunk)) // BRANCHES
     for number, tail in enumerate(texts(random, BRANCHES, each)):
@@ -113,7 +113,7 @@ def large_tree(apart: int) -> list[Row]:
 
 def decode_step(running: int) -> list[Row]:
     """Nothing but decodes: what a step costs beside the model."""
-    cache = PrefixCache(PagePool(10_000, 16), eviction_policy("lru", 10_000))
+    cache = PrefixCache(PagePool(10_000, 16), eviction_policy("lru"))
     scheduler = Scheduler(cache, Budget(2048, 1024, running), POLICIES["program"], clock=time.monotonic, max_wait=5.0)
     for number in range(running):
         request = Request(prompt_ids=(number + 10, *range(30)), sampling=SamplingParams(max_tokens=512))

@@ -240,12 +240,11 @@ class ProgramAware:
 POLICIES = ("lru", "lfu", "slru", "adaptive", "program")
 
 
-def eviction_policy(name: str, capacity: int | None = None) -> EvictionPolicy:
+def eviction_policy(name: str) -> EvictionPolicy:
     """The policy of that name.
 
     Args:
         name: One of `POLICIES`.
-        capacity: Not needed: the prefix cache tells the policy how large the pool is.
 
     Raises:
         UserError: There is no such policy.

@@ -215,7 +215,13 @@ class PrefixCache:
     # -- a sequence's life -------------------------------------------------------------------------------------------
 
     def acquire(
-        self, ids: Ids | PrefixKey, namespace: str = "", limit: int | None = None, *, program: str | None = None
+        self,
+        ids: Ids | PrefixKey,
+        namespace: str = "",
+        limit: int | None = None,
+        *,
+        program: str | None = None,
+        match: Match | None = None,
     ) -> PrefixLease:
         """Finds and locks the longest cached prefix of `ids`.
 
@@ -224,6 +230,7 @@ class PrefixCache:
             namespace: Who may share.
             limit: Most tokens to take, so that at least one is left to compute; None: all.
             program: The program that asks.
+            match: What `match` just gave for the same ids and limit, if the tree has not changed since; it saves a look.
 
         Returns:
             A lease, of no tokens if nothing was found; it must be released once.
@@ -231,7 +238,8 @@ class PrefixCache:
         key = ids if isinstance(ids, PrefixKey) else PrefixKey(ids, namespace)
         if self.enabled:
             self._policy.asked(key)
-        match = self.match(key, limit)
+        if match is None:
+            match = self.match(key, limit)
         self.queried_tokens_total += len(key)
         self.hit_tokens_total += match.length
         if not match.length:
@@ -260,13 +268,16 @@ class PrefixCache:
             self._evict(max(missing, min(self.pool.reserve, self.pool.total // 64)))
         return self.pool.allocate(count, after, expect=expect)
 
-    def publish(self, lease: PrefixLease, ids: Ids, pages: Sequence[int], *, program: str | None = None) -> Publication:
+    def publish(
+        self, lease: PrefixLease, ids: Ids, pages: Sequence[int], *, limit: int | None = None, program: str | None = None
+    ) -> Publication:
         """Hands computed KV to the tree, so that others find it, and locks it for the lease.
 
         Args:
             lease: The sequence's.
-            ids: All ids, from the sequence's start, whose KV is computed; what lies beyond the last whole page stays private.
-            pages: All the sequence's pages so far, cached ones included; at least one for each whole page of ids.
+            ids: All ids, from the sequence's start; nothing before those that the lease locks already is looked at.
+            pages: All the sequence's pages so far, cached ones included; at least one for each whole page of computed ids.
+            limit: How many of the ids have their KV computed; None: all. What lies beyond the last whole page stays private.
             program: The program that uses them; None: the lease's.
 
         Returns:
@@ -278,11 +289,12 @@ class PrefixCache:
         """
         if lease.released:
             raise RuntimeError("a lease was published to after its release")
-        whole = len(ids) // self.page_size * self.page_size
+        computed = len(ids) if limit is None else min(limit, len(ids))
+        whole = computed // self.page_size * self.page_size
         start = lease.locked_tokens
         if not self.enabled or whole <= start:
             return Publication(start)
-        # ids:    0 ......... start .............. known ............. whole ..... len(ids)
+        # ids:    0 ......... start .............. known ............. whole ..... computed
         #         | locked by  | in the tree, with   | new             | no whole
         #         | this lease | other pages         |                 | page
         # pages:  | the tree's | duplicates: freed,  | become the      | stay

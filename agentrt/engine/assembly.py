@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     pages = max(_kv_tokens(config.cache.kv_tokens, model, dtype, device) // page_size, 1)
     cache = PrefixCache(
         PagePool(pages, page_size),
-        eviction_policy(config.cache.eviction, pages),
+        eviction_policy(config.cache.eviction),
         enabled=config.cache.prefix_cache,
         hold_share=config.cache.hold_share,
     )

@@ -24,14 +24,12 @@ from agentrt.scheduling.view import LiveView
 TURNS = 16
 """Of so many admissions one is the oldest's, once it is overdue."""
 
-TOUCHED_PER_STEP = 24
-"""Touched sequences that one step ranks anew: each is a match, and 10,000 may be touched at once."""
+LOOKS_PER_STEP = 48
+"""Sequences that one step ranks: each is a match, and 10,000 may arrive, or be touched by a change of the tree, at once.
 
-NEW_PER_STEP = 32
-"""New sequences that one step ranks: 10,000 may arrive at once."""
-
-TOP_LOOKS = 24
-"""Outdated keys at the top that one step puts in their place; after as many it takes what is there."""
+A third is kept for outdated keys at the top, which are put in their place; after as many a step takes what is there. The rest goes to
+those that arrived and those that were touched, half to each if there are many of both.
+"""
 
 Rank = tuple[int, Key]
 
@@ -56,7 +54,7 @@ class WaitingQueue:
         self._heap: list[tuple[Rank, int]] = []
         self._ages: list[tuple[float, int]] = []  # the same, by arrival
         self._turns = 0  # admissions since the oldest had its turn
-        self._looks = 0  # outdated keys at the top that this step may still put in their place
+        self._looks = 0  # sequences that this step may still rank
         self._listening: dict[Place, dict[int, Sequence]] = {}
         self._places: dict[int, tuple[Place, ...]] = {}
         self._lasting: set[int] = set()  # whose rank changes only where they listen
@@ -107,12 +105,10 @@ class WaitingQueue:
 
     def refresh(self) -> None:
         """Ranks what was touched and what is new, as much as one step may."""
-        self._looks = TOP_LOOKS
-        self._rank_touched()
-        for _ in range(min(NEW_PER_STEP, len(self._new))):
-            sequence = self._waiting.get(self._new.popleft())
-            if sequence is not None:
-                self._rank(sequence)
+        third = LOOKS_PER_STEP // 3
+        self._looks = LOOKS_PER_STEP
+        self._rank_touched(2 * third - min(third, len(self._new)))
+        self._rank_new(self._looks - third)
 
     def first(self, now: float) -> Sequence | None:
         """Whose turn it is: the oldest's, or the policy's first; None if nobody is ranked."""
@@ -154,9 +150,15 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
-    def _rank_touched(self) -> None:
-        looks = TOUCHED_PER_STEP
-        while looks and self._touched:
+    def _rank_new(self, most: int) -> None:
+        for _ in range(min(most, len(self._new))):
+            sequence = self._waiting.get(self._new.popleft())
+            if sequence is not None:
+                self._rank(sequence)
+                self._looks -= 1
+
+    def _rank_touched(self, most: int) -> None:
+        while most and self._touched:
             batch = self._touched[0]
             sequence_id = next(iter(batch))
             sequence = batch.pop(sequence_id)
@@ -164,7 +166,8 @@ class WaitingQueue:
                 self._touched.popleft()
             if sequence_id in self._waiting:
                 self._rank(sequence)
-                looks -= 1
+                self._looks -= 1
+                most -= 1
 
     def _rank(self, sequence: Sequence) -> Rank:
         """Computes a sequence's rank and puts it in the order; listens for what would change it."""

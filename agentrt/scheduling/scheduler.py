@@ -34,7 +34,7 @@ PUBLISH_EVERY = 32
 ABSENT_SHARE = 0.5
 
 #: Sequences that one step parks beside a sibling: 10,000 may wait for one prefix.
-PARKED_PER_STEP = 24
+PARKED_PER_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +220,10 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Sets pages aside for the first `tokens` tokens, preempting younger sequences if need be; False if it gave way itself."""
-        count = self._pages_for(tokens) - len(sequence.pages)
-        while (pages := self._cache.allocate(count, sequence.pages[-1] if sequence.pages else None)) is None:
+        needed = self._pages_for(tokens)
+        count, last = needed - len(sequence.pages), sequence.pages[-1] if sequence.pages else None
+        expected = self._pages_for(self._growth.length(sequence)) - needed
+        while (pages := self._cache.allocate(count, last, expect=expected)) is None:
             victim = self._victim()
             if len(self._running) == 1:
                 limit = self._cache.pool.total * self._page_size
@@ -268,7 +270,7 @@ class Scheduler:
             spare -= self._need(sequence, match)
             if spare < 0 and self._running:
                 break
-            admitted.append(self._start(sequence))
+            admitted.append(self._start(sequence, match))
             left -= self._run(sequence, left)
             if self._closed:
                 break
@@ -295,13 +297,13 @@ class Scheduler:
         """Pages that running sequences are likely to need still."""
         return sum(max(self._pages_for(self._growth.length(s)) - len(s.pages), 0) for s in self._running.values())
 
-    def _start(self, sequence: Sequence) -> Admission:
-        """Locks the sequence's cached prefix and makes it run."""
-        lease = self._cache.acquire(sequence.key, limit=sequence.reuse_limit, program=sequence.program)
+    def _start(self, sequence: Sequence, match: Match) -> Admission:
+        """Locks the sequence's cached prefix, which `match` found just now, and makes it run."""
+        lease = self._cache.acquire(sequence.key, program=sequence.program, match=match)
         self._waiting.admitted(sequence)
         self._crowd.leave(sequence)
         sequence.lease = lease
-        sequence.pages = list(lease.pages)
+        sequence.pages = lease.pages.copy()
         sequence.shared_pages = len(sequence.pages)
         sequence.computed_tokens = lease.cached_tokens
         sequence.admitted_length = len(sequence.token_ids)
@@ -504,17 +506,16 @@ class Scheduler:
                [shared, whole)    ours; now the tree's (kept, or swapped for its own)
                [whole, len)       ours still: not whole, or not computed
         """
-        whole = min(sequence.computed_tokens, len(sequence.token_ids)) // self._page_size
-        if not self._cache.enabled or sequence.lease is None or whole <= sequence.shared_pages:
+        size, computed = self._page_size, sequence.computed_tokens
+        if not self._cache.enabled or sequence.lease is None or computed // size <= sequence.shared_pages:
             return
-        size = self._page_size
-        publication = self._cache.publish(sequence.lease, sequence.token_ids[: whole * size], sequence.pages[:whole], program=sequence.program)
+        publication = self._cache.publish(sequence.lease, sequence.token_ids, sequence.pages, limit=computed, program=sequence.program)
         if publication.moved_pages:
             first, moved = publication.moved_from, publication.moved_pages
             sequence.pages[first : first + len(moved)] = moved
             slots = self._slots(sequence, first * size, (first + len(moved)) * size)
             self._remaps.append(Remap(sequence.sequence_id, first * size, slots))
-        sequence.shared_pages = whole
+        sequence.shared_pages = publication.published_tokens // size
         self._quiet = False
         self._waiting.wake(self._in_flight.progress(sequence))
 

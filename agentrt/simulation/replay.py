@@ -23,7 +23,7 @@ def replay_blocks(calls: Iterable[Call], eviction: str, blocks: int) -> tuple[in
         Blocks found, and blocks asked for; a prompt's last block counts whole, as in Mooncake's own figures.
     """
     clock = Clock()
-    cache = PrefixCache(PagePool(blocks, 1), eviction_policy(eviction, blocks), clock=clock)
+    cache = PrefixCache(PagePool(blocks, 1), eviction_policy(eviction), clock=clock)
     for call in calls:
         if not isinstance(call.prompt, Blocks):
             raise TypeError(f"call {call.call_id} has a prompt of tokens, not of blocks")

@@ -59,7 +59,7 @@ class Setup:
         """The engine, with a trace before it."""
         clock = Clock()
         pages = self.pool_tokens // self.page_size
-        policy = eviction_policy(self.eviction, pages * self.page_size)
+        policy = eviction_policy(self.eviction)
         cache = PrefixCache(PagePool(pages, self.page_size), policy, enabled=self.prefix_cache, hold_share=self.hold_share, clock=clock)
         budget = Budget(self.step_tokens, self.prefill_tokens or max(self.step_tokens // 2, 1), self.max_running)
         scheduler = Scheduler(cache, budget, POLICIES[self.policy], clock=clock, max_wait=self.max_wait)

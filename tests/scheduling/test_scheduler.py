@@ -31,7 +31,7 @@ class Clock:
 
 def make_scheduler(pages=64, page_size=1, step_tokens=16, max_running=4, policy="lpm", enabled=True, max_wait=1e9, clock=None, growth=None):
     clock = clock or Clock()
-    cache = PrefixCache(PagePool(pages, page_size), eviction_policy("lru", pages), enabled=enabled, clock=clock)
+    cache = PrefixCache(PagePool(pages, page_size), eviction_policy("lru"), enabled=enabled, clock=clock)
     budget = Budget(step_tokens, max(step_tokens // 2, 1), max_running)
     return Scheduler(cache, budget, POLICIES[policy], clock=clock, max_wait=max_wait, growth=growth), cache
 

@@ -147,7 +147,7 @@ def run_engine(setup, asks, path):
     from agentrt.simulation.simulator import Clock
 
     clock, pages = Clock(), setup.pool_tokens // setup.page_size
-    cache = PrefixCache(PagePool(pages, setup.page_size), eviction_policy(setup.eviction, setup.pool_tokens), clock=clock)
+    cache = PrefixCache(PagePool(pages, setup.page_size), eviction_policy(setup.eviction), clock=clock)
     budget = Budget(setup.step_tokens, setup.step_tokens // 2, setup.max_running)
     scheduler = Scheduler(cache, budget, POLICIES[setup.policy], clock=clock, max_wait=setup.max_wait)
     recorder = TraceRecorder(path, model="letters", page_size=setup.page_size, kv_tokens=setup.pool_tokens)
