@@ -16,7 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 from zlib import crc32
@@ -47,6 +48,7 @@ class Answer:
 
 
 IDLE_SECONDS = 0.2  #: after which the thread ends
+KNOWN_ANSWERS = 1024  #: most answers whose steps are kept ready
 
 Script = Callable[[str, Request], "str | Answer"]
 Score = Callable[[Sequence[int], int], float]  #: (ids before, id) -> its log-probability
@@ -67,19 +69,22 @@ class PrefixSet:
     def match(self, ids: tuple[int, ...], salt: str) -> int:
         """Length of the longest beginning of `ids` that is cached."""
         known = self._sorted.get(salt, [])
-        place = bisect.bisect(known, ids)
+        place = bisect.bisect_left(known, ids)
         return max((_common(ids, other) for other in known[max(place - 1, 0) : place + 1]), default=0)
 
-    def insert(self, ids: tuple[int, ...], salt: str) -> None:
-        """Caches `ids`."""
+    def insert(self, ids: tuple[int, ...], salt: str) -> int:
+        """Caches `ids`; returns how many of them, from the beginning on, were cached already."""
         known = self._sorted.setdefault(salt, [])
         place = bisect.bisect_left(known, ids)
-        if place < len(known) and known[place][: len(ids)] == ids:
-            return
-        if place and ids[: len(known[place - 1])] == known[place - 1]:
+        after = _common(ids, known[place]) if place < len(known) else 0
+        if after == len(ids):
+            return after
+        before = _common(ids, known[place - 1]) if place else 0
+        if place and before == len(known[place - 1]):
             known[place - 1] = ids  # what is cached already is its beginning
         else:
             known.insert(place, ids)
+        return max(before, after)
 
     def clear(self) -> int:
         """Forgets everything; returns how many tokens that were, counted once per sequence."""
@@ -106,7 +111,10 @@ class _Running:
     submitted: float
     starts: float
     aborted: bool = False
-    usage: dict[str, Any] = field(default_factory=dict)
+    cached_tokens: int = 0
+
+
+_NOTHING: Iterator[TokenDelta] = iter(())
 
 
 class ScriptedBackend:
@@ -146,13 +154,14 @@ class ScriptedBackend:
         tokenizer: ByteTokenizer | None = None,
         model: str = "scripted",
     ) -> None:
-        self._script = _as_script(script)
         self._score = score
         self._tokens_per_delta = tokens_per_delta
         self._step_seconds = step_seconds
         self._inline = inline
         self._max_queued = max_queued
         self._tokenizer = tokenizer or ByteTokenizer()
+        self._script = _as_script(script, self._tokenizer)
+        self._known: dict[tuple[Any, ...], _Said] = {}
         kinds = ("json_schema", "regex", "choices", "lark", "tools")
         self._capabilities = Capabilities(model, grammars=kinds, logprobs=logprobs, max_context=max_context)
         self._cache = PrefixSet()
@@ -183,7 +192,7 @@ class ScriptedBackend:
         """Starts a request; see `agentrt.backend.Backend.submit`."""
         self._check(request)
         now = time.monotonic()
-        running = _Running(request, sink, iter(()), now, now)
+        running = _Running(request, sink, _NOTHING, now, now)
         with self._lock:
             if self._closed:
                 raise EngineError("the scripted backend is closed")
@@ -193,11 +202,10 @@ class ScriptedBackend:
                 )
             self.requests.append(request)
             self._counters["requests"] += 1
-            cached = self._cache.match(request.prompt_ids, request.cache_salt)
-            self._cache.insert(request.prompt_ids, request.cache_salt)
+            cached = self._cache.insert(request.prompt_ids, request.cache_salt)
             if not self._inline:
                 self._running[request.request_id] = running
-        running.usage = {"cached_tokens": min(cached, len(request.prompt_ids) - 1)}
+        running.cached_tokens = min(cached, len(request.prompt_ids) - 1)
         running.deltas = self._answer(running)
         if self._inline:
             self._finish_inline(running)
@@ -228,18 +236,21 @@ class ScriptedBackend:
     # ------------------------------------------------------------------- the steps
 
     def _finish_inline(self, running: _Running) -> None:
-        for delta in self._guarded(running):
-            running.sink(delta)
+        sink, deltas = running.sink, running.deltas
+        while True:
+            try:
+                delta = next(deltas, None)
+            except Exception as error:
+                delta = _failure(running.request, error)
+            if delta is None:
+                return
+            sink(delta)
 
     def _guarded(self, running: _Running) -> Iterator[TokenDelta]:
         try:
             yield from running.deltas
-        except AgentrtError as error:
-            yield TokenDelta(running.request.request_id, error=error)
         except Exception as error:
-            yield TokenDelta(
-                running.request.request_id, error=EngineError(f"the script failed: {type(error).__name__}: {error}")
-            )
+            yield _failure(running.request, error)
 
     def _loop(self) -> None:
         """Steps: one delta for each request that is under way."""
@@ -304,55 +315,51 @@ class ScriptedBackend:
                     finish_reason=FinishReason.LENGTH, usage=self._usage(running, 0, 0) if last else None,
                 )  # fmt: skip
             return
-        text = self._tokenizer.decode(request.prompt_ids, skip_special=False) + request.prompt_tail.decode(
-            "utf-8", "replace"
-        )
         generated = forced = 0
         for index in range(sampling.n):
-            answer = self._script(text, request)
-            answer = Answer(answer) if isinstance(answer, str) else answer
+            answer = self._script(request)
             if answer.delay and not self._inline:
                 running.starts = time.monotonic() + answer.delay
                 yield TokenDelta("")
-            said = _Said(answer, sampling, self._tokenizer, request.prompt_tail)
+            said = self._said(answer, request)
             generated, forced = generated + len(said.ids), forced + min(answer.forced, len(said.ids))
-            yield from self._stream(running, index, said, prompt_scores if index == 0 else None, generated, forced)
+            last = index == sampling.n - 1
+            for place, step in enumerate(said.steps):
+                end = place == len(said.steps) - 1
+                if end and answer.error is not None:
+                    raise answer.error
+                if end:
+                    self._publish(request, said.ids)
+                yield TokenDelta(
+                    request.request_id,
+                    index,
+                    step.ids,
+                    step.text,
+                    step.forced,
+                    self._scores(request, said.ids, place * self._tokens_per_delta, len(step.ids)),
+                    prompt_scores if index == place == 0 else None,
+                    said.reason if end else None,
+                    said.match if end else None,
+                    self._usage(running, generated, forced) if end and last else None,
+                )
 
-    def _stream(
-        self,
-        running: _Running,
-        index: int,
-        said: _Said,
-        scores: tuple[TokenLogprob, ...] | None,
-        generated: int,
-        forced: int,
-    ) -> Iterator[TokenDelta]:
-        request, size = running.request, self._tokens_per_delta
-        places = range(0, max(len(said.ids), 1), size)
-        for place in places:
-            ids = said.ids[place : place + size]
-            end = place + size >= len(said.ids)
-            if end and said.answer.error is not None:
-                raise said.answer.error
-            if end:
-                self._publish(request, said.ids)
-            last = end and index == request.sampling.n - 1
-            yield TokenDelta(
-                request.request_id,
-                index,
-                ids,
-                said.text_of(place, place + size, end),
-                tuple(i < said.answer.forced for i in range(place, place + len(ids))),
-                self._scores(request, said.ids, place, len(ids)),
-                scores if place == 0 else None,
-                said.reason if end else None,
-                said.match if end else None,
-                self._usage(running, generated, forced) if last else None,
-            )
+    def _said(self, answer: Answer, request: Request) -> _Said:
+        """The answer as this request gets it; what depends on nothing but the answer and its length is worked out once."""
+        sampling = request.sampling
+        if answer.error is not None or request.prompt_tail or not _is_plain(sampling):
+            return _say(answer, sampling, self._tokenizer, request.prompt_tail, self._tokens_per_delta)
+        key = (answer.text, answer.forced, answer.ends, sampling.max_tokens, sampling.ignore_eos)
+        said = self._known.get(key)
+        if said is None:
+            said = _say(answer, sampling, self._tokenizer, b"", self._tokens_per_delta)
+            if len(self._known) < KNOWN_ANSWERS:
+                self._known[key] = said
+        return said
 
     def _publish(self, request: Request, ids: tuple[int, ...]) -> None:
-        with self._lock:
-            self._cache.insert(request.prompt_ids + ids[:-1], request.cache_salt)
+        if len(ids) > 1:  # the last one was sampled and never fed
+            with self._lock:
+                self._cache.insert(request.prompt_ids + ids[:-1], request.cache_salt)
 
     def _prompt_scores(self, request: Request) -> tuple[TokenLogprob, ...] | None:
         sampling, ids = request.sampling, request.prompt_ids
@@ -374,7 +381,7 @@ class ScriptedBackend:
         return tuple(found)
 
     def _usage(self, running: _Running, generated: int, forced: int) -> Usage:
-        prompt, cached, now = len(running.request.prompt_ids), running.usage["cached_tokens"], time.monotonic()
+        prompt, cached, now = len(running.request.prompt_ids), running.cached_tokens, time.monotonic()
         passes = max(generated - forced, 1)
         with self._lock:
             counters = self._counters
@@ -432,7 +439,54 @@ class ScriptedBackend:
                 thread.join(timeout=5)
 
 
+def _failure(request: Request, error: Exception) -> TokenDelta:
+    if not isinstance(error, AgentrtError):
+        error = EngineError(f"the script failed: {type(error).__name__}: {error}")
+    return TokenDelta(request.request_id, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step adds to an answer: ids, the text that becomes certain with them, and which of them are forced."""
+
+    ids: tuple[int, ...]
+    text: str
+    forced: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Said:
+    """An answer as a request gets it: its ids, the steps in which they come, and why it ends."""
+
+    ids: tuple[int, ...]
+    steps: tuple[_Step, ...]
+    reason: FinishReason
+    match: str | int | None
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Whether nothing but a length and an end token can end an answer, and nothing constrains it."""
+    return (
+        not (sampling.stop or sampling.stop_regex or sampling.stop_token_ids or sampling.min_tokens)
+        and sampling.grammar is None
+        and sampling.json_schema is None
+        and sampling.regex is None
+        and sampling.choices is None
+    )
+
+
+def _say(answer: Answer, sampling: SamplingParams, tokenizer: ByteTokenizer, tail: bytes, size: int) -> _Said:
+    speech = _Speech(answer, sampling, tokenizer, tail)
+    ids = speech.ids
+    steps = []
+    for begin in range(0, max(len(ids), 1), size):
+        part = ids[begin : begin + size]
+        forced = tuple(place < answer.forced for place in range(begin, begin + len(part)))
+        steps.append(_Step(part, speech.text_of(begin, begin + size, begin + size >= len(ids)), forced))
+    return _Said(ids, tuple(steps), speech.reason, speech.match)
+
+
+class _Speech:
     """An answer as ids and text, with stops and lengths applied."""
 
     def __init__(self, answer: Answer, sampling: SamplingParams, tokenizer: ByteTokenizer, tail: bytes) -> None:
@@ -559,10 +613,17 @@ def _schema_violation(text: str, schema: Any) -> str:
     return ""
 
 
-def _as_script(script: Script | str | Sequence[str]) -> Script:
+def _as_script(script: Script | str | Sequence[str], tokenizer: ByteTokenizer) -> Callable[[Request], Answer]:
     if isinstance(script, str):
-        return lambda text, request: script
+        always = Answer(script)
+        return lambda request: always
     if callable(script):
-        return script
-    texts, turn = list(script), count()
-    return lambda text, request: texts[next(turn) % len(texts)]
+        return partial(_ask_script, script, tokenizer)
+    answers, turn = [Answer(text) for text in script], count()
+    return lambda request: answers[next(turn) % len(answers)]
+
+
+def _ask_script(script: Script, tokenizer: ByteTokenizer, request: Request) -> Answer:
+    prompt = tokenizer.decode(request.prompt_ids, skip_special=False) + request.prompt_tail.decode("utf-8", "replace")
+    answer = script(prompt, request)
+    return answer if isinstance(answer, Answer) else Answer(answer)
