@@ -75,6 +75,7 @@ class EngineCore:
         self._next_sequence = 0
         self._counts: Counter[str] = Counter()
         self._model_seconds = 0.0
+        self._compile_seconds = 0.0
 
     @property
     def now(self) -> float:
@@ -214,6 +215,11 @@ class EngineCore:
             resamples=usage.resamples,
         )
 
+    def note_compile(self, seconds: float) -> None:
+        """Counts a constraint that was compiled, or found compiled."""
+        self._counts.update(compiles=1)
+        self._compile_seconds += seconds
+
     def _abort_overdue(self) -> None:
         for live in self._deadlines.passed(self._clock()):
             if self._live.get(live.request.request_id) is live:
@@ -259,6 +265,7 @@ class EngineCore:
         return {
             **self._counts,
             "model_seconds": self._model_seconds,
+            "compile_seconds": self._compile_seconds,
             "running": self._scheduler.running,
             "waiting": self._scheduler.waiting,
             "preemptions": self._scheduler.preemptions,

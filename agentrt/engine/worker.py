@@ -14,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from agentrt.engine.deadlines import Deadlines
 from agentrt.engine.engine import EngineCore
 from agentrt.errors import AbortedError, AgentrtError, EngineError, as_request_error
 from agentrt.grammar import CompiledGrammar, GrammarCache
-from agentrt.request import Request, TokenDelta
+from agentrt.request import GrammarSpec, Request, TokenDelta
 from agentrt.text import Tokenizer, load_tokenizer
 
 Message = tuple[Any, ...]
@@ -49,10 +50,11 @@ class WorkerOrder:
 
 @dataclass(eq=False, slots=True)
 class _Compiling:
-    """A request whose grammar is being compiled, and when it came."""
+    """A request whose grammar is being compiled, when it came, and how long the compiling took."""
 
     request: Request
     arrival: float
+    seconds: float = 0.0
 
 
 class Worker:
@@ -125,11 +127,20 @@ class Worker:
         compiling = self._compiling[request.request_id] = _Compiling(request, self._core.now)
         if request.deadline is not None:
             self._deadlines.add(compiling.arrival + request.deadline, compiling)
-        future = self._compilers.submit(self._grammars.compile, spec, self._tokenizer)
+        future = self._compilers.submit(self._compile, spec, compiling)
         future.add_done_callback(lambda done: self._inbox.put(("compiled", compiling, done)))
+
+    def _compile(self, spec: GrammarSpec, compiling: _Compiling) -> CompiledGrammar:
+        """Compiles, or finds compiled, in a thread of the pool."""
+        begun = time.perf_counter()
+        try:
+            return self._grammars.compile(spec, self._tokenizer)
+        finally:
+            compiling.seconds = time.perf_counter() - begun
 
     def _on_compiled(self, compiling: _Compiling, done: Future[CompiledGrammar]) -> None:
         request = compiling.request
+        self._core.note_compile(compiling.seconds)
         if self._compiling.get(request.request_id) is not compiling:
             return  # aborted meanwhile, and its id perhaps in use again
         self._forget(compiling)

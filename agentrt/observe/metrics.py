@@ -7,11 +7,13 @@ asks nobody; the gauges' values come with the scrape. Invariant: a request that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import SummaryMetricFamily
+from prometheus_client.registry import Collector
 
 from agentrt.backend import Load
 from agentrt.request import Usage
@@ -29,8 +31,23 @@ _FROM_STATS = {
     "engine_computed_tokens": ("computed_tokens", "Tokens that went through the model."),
     "spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens proposed by a draft."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Tokens proposed by a draft and accepted."),
-    "grammar_compile_count": ("grammars_compiled", "Constraints compiled."),
 }
+
+
+class _Compiles(Collector):
+    """The compiling of constraints, which the engine adds up: how often, and how long in all."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._count, self._seconds = 0, 0.0
+
+    def follow(self, stats: Mapping[str, Any]) -> None:
+        self._count, self._seconds = int(stats.get("compiles", self._count)), float(stats.get("compile_seconds", self._seconds))
+
+    def collect(self) -> Iterable[Metric]:
+        family = SummaryMetricFamily("agentrt:grammar_compile_seconds", "Time to compile a constraint, or to find it compiled.", labels=("model_name",))
+        family.add_metric((self._model,), self._count, self._seconds)
+        return (family,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +81,8 @@ class Metrics:
         self._between = self._histogram("inter_token_latency_seconds", "Mean time between a request's tokens.")
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.")
         self._queue = self._histogram("queue_time_seconds", "From arrival to admission.")
-        self._compile = self._histogram("grammar_compile_seconds", "Time to compile a constraint.")
+        self._compiles = _Compiles(model)
+        self.registry.register(self._compiles)
         self._success = Counter("agentrt:request_success", "Requests that ended well.", ("model_name", "finish_reason"), registry=self.registry)
         self._failure = Counter("agentrt:request_failure", "Requests refused or failed.", ("model_name", "code"), registry=self.registry)
         self._stats: dict[str, Counter] = {}
@@ -106,10 +124,6 @@ class Metrics:
         """Counts a request that was refused or failed, by the short word that its client was told."""
         self._failure.labels(self._model, code).inc()
 
-    def compiled(self, seconds: float) -> None:
-        """Counts the compiling of a constraint."""
-        self._compile.observe(seconds)
-
     def text(self, load: Load | None, stats: Mapping[str, Any]) -> bytes:
         """The exposition text.
 
@@ -125,6 +139,7 @@ class Metrics:
             value = stats.get(key)
             if isinstance(value, int | float):
                 self._follow(name, float(value), text)
+        self._compiles.follow(stats)
         return generate_latest(self.registry)
 
     def _follow(self, name: str, value: float, text: str) -> None:

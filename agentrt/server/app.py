@@ -95,6 +95,8 @@ def create_app(
         watching = asyncio.create_task(service.pulse.watch(PULSE_SECONDS, on_death))
         yield
         watching.cancel()
+        if service.books.spans is not None:
+            await asyncio.to_thread(service.books.spans.close)
 
     app = FastAPI(title="agentrt", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, max_body_size=config.body_bytes)
     app.state.service = service

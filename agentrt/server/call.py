@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrt.observe.metrics import Metrics, RequestTimes
+from agentrt.observe.spans import CallEnded, CallSpans
 from agentrt.request import TokenDelta, Usage
 from agentrt.server.answers import Heard, SampleAnswer
 from agentrt.server.flight import Flight, FlightTable
@@ -32,6 +33,7 @@ class Books:
     metrics: Metrics
     programs: ProgramBook
     turns: TurnMemory
+    spans: CallSpans | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
 
 
@@ -44,6 +46,7 @@ class Call:
         answers: One a sample, numbered as the flight's deltas are.
         books: Where it is written down.
         remembers: Its answers are turns of a chat that may come back as text.
+        context: The headers by which the caller's trace goes on.
         on_end: Called once when it has ended, however it did.
     """
 
@@ -51,6 +54,7 @@ class Call:
     answers: list[SampleAnswer]
     books: Books
     remembers: bool = False
+    context: Mapping[str, str] = field(default_factory=dict)
     on_end: Callable[[Call], None] | None = None
     failure: BaseException | None = None
     _ended: bool = field(default=False)
@@ -97,9 +101,29 @@ class Call:
             self._note_success()
         else:
             self.books.metrics.failed(failure_code(error))
+        self._tell_span(error)
         self.books.recent.appendleft(flight_summary(self.flight) | {"outcome": self._outcome(error)})
         if self.on_end is not None:
             self.on_end(self)
+
+    def _tell_span(self, error: BaseException | None) -> None:
+        if self.books.spans is None:
+            return
+        flight, well = self.flight, error is None and self.flight.over
+        self.books.spans.tell(
+            CallEnded(
+                call_id=flight.call_id,
+                endpoint=flight.endpoint,
+                context=self.context,
+                seconds=time.monotonic() - flight.started,
+                first_token_seconds=_since(flight, flight.first_token),
+                sampling=flight.requests[0].sampling,
+                usages=flight.usages,
+                finish_reasons=[answer.finish_reason.value for answer in self.answers if answer.finish_reason],
+                error=None if well else failure_code(error),
+                program=next((request.program.program for request in flight.requests if request.program), None),
+            )
+        )
 
     def _outcome(self, error: BaseException | None) -> str:
         if error is not None or not self.flight.over:

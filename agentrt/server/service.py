@@ -23,6 +23,7 @@ from agentrt.backend import Backend
 from agentrt.config import ServerConfig
 from agentrt.errors import AgentrtError, UserError
 from agentrt.observe.metrics import Metrics
+from agentrt.observe.spans import spans_from_environment
 from agentrt.request import SamplingParams
 from agentrt.server.asks import CallOptions
 from agentrt.server.call import Books, Call, failure_code
@@ -68,7 +69,7 @@ class Service:
         self.flights = FlightTable(config.queued)
         self.programs = ProgramBook(config.programs)
         self.turns = TurnMemory(backend.tokenizer, config.remembered_tokens)
-        self.books = Books(self.flights, self.metrics, self.programs, self.turns)
+        self.books = Books(self.flights, self.metrics, self.programs, self.turns, spans_from_environment(self.names[0]))
         self.prompter = Prompter(backend, config, self.habits, self.turns, sampling or SamplingParams())
         self.pulse = Pulse(backend, config.silence_seconds)
 
@@ -135,7 +136,8 @@ class Service:
         except Exception as error:
             self.metrics.failed(failure_code(error))
             raise
-        call = Call(flight, prepared.answers, self.books, **call_options)
+        context = {name: value for name, value in http.headers.items() if name in ("traceparent", "tracestate")}
+        call = Call(flight, prepared.answers, self.books, context=context, **call_options)
         try:
             await while_present(http, self._launch(flight))
         except BaseException as error:
