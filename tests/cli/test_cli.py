@@ -76,6 +76,12 @@ def test_an_error_is_printed_as_it_is(capsys):
     assert "x[/b]y:smile:" in done.stderr
 
 
+def test_a_schema_is_shown_as_it_is():
+    done = agentrt("schema", "check", "-", stdin=json.dumps({"properties": {"a[/b]:smile:": {"type": "string"}}}))
+    assert done.returncode == 0, done.stderr
+    assert "/properties/a[/b]:smile:" in done.stdout.replace("~1", "/")
+
+
 @pytest.mark.slow
 def test_doctor_recommends_what_there_is(monkeypatch):
     """Every option that it names is one of both commands that load a model, and of serve."""
