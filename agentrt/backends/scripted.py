@@ -344,14 +344,14 @@ class ScriptedBackend:
                 )
 
     def _said(self, answer: Answer, request: Request) -> _Said:
-        """The answer as this request gets it; what depends on nothing but the answer and its length is worked out once."""
-        sampling = request.sampling
-        if answer.error is not None or request.prompt_tail or not _is_plain(sampling):
-            return _say(answer, sampling, self._tokenizer, request.prompt_tail, self._tokens_per_delta)
-        key = (answer.text, answer.forced, answer.ends, sampling.max_tokens, sampling.ignore_eos)
+        """The answer as this request gets it; what depends on nothing but the answer, its length and the text it heals is worked out once."""
+        sampling, tail = request.sampling, request.prompt_tail
+        if answer.error is not None or not _is_plain(sampling):
+            return _say(answer, sampling, self._tokenizer, tail, self._tokens_per_delta)
+        key = (answer.text, answer.forced, answer.ends, sampling.max_tokens, sampling.ignore_eos, tail)
         said = self._known.get(key)
         if said is None:
-            said = _say(answer, sampling, self._tokenizer, b"", self._tokens_per_delta)
+            said = _say(answer, sampling, self._tokenizer, tail, self._tokens_per_delta)
             if len(self._known) < KNOWN_ANSWERS:
                 self._known[key] = said
         return said

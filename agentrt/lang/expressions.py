@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec
 
 from agentrt.errors import UserError
 from agentrt.lang import ir
@@ -24,6 +25,26 @@ METHODS: tuple[ir.ChoicesMethod, ...] = (
 )
 
 
+P = ParamSpec("P")
+
+KNOWN_NODES = 512  #: most nodes that are kept to be used again, for each of the functions that make them
+
+
+def _made_once(make: Callable[P, ir.Expr]) -> Callable[P, ir.Expr]:
+    """Nodes never change, so the same options give the same node again; making one checks every option, each time anew."""
+    remembered = lru_cache(KNOWN_NODES, typed=True)(make)
+
+    @wraps(make)
+    def made(*args: P.args, **options: P.kwargs) -> ir.Expr:
+        try:
+            return remembered(*args, **options)  # type: ignore[arg-type]
+        except TypeError:  # a list or dict among the options
+            return make(*args, **options)
+
+    return made
+
+
+@_made_once
 def gen(
     name: str | None = None,
     max_tokens: int | None = None,
@@ -132,6 +153,7 @@ def gen_string(name: str | None = None, max_tokens: int | None = None, **options
     return gen(name, max_tokens, dtype=str, **options)
 
 
+@_made_once
 def select(
     name: str | None = None,
     choices: Sequence[str] | None = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrt.lang import ir
@@ -146,8 +147,7 @@ def _settle(branch: Branch, item: Item, completion: Completion, values: list[Any
     if variable is None:
         return
     value = values[0] if len(values) == 1 else values
-    metas = [meta_of(completion, sample) for sample in completion.samples]
-    meta = metas[0] if len(metas) == 1 else metas
+    meta = partial(_metas, completion)
     splitter = item.state
     if item.node.retries:
         variable.feed.push(completion.text)
@@ -156,6 +156,11 @@ def _settle(branch: Branch, item: Item, completion: Completion, values: list[Any
         item.variables[0].settle(splitter.reasoning, meta)
         value = splitter.answer
     variable.settle(value, meta)
+
+
+def _metas(completion: Completion) -> Any:
+    metas = [meta_of(completion, sample) for sample in completion.samples]
+    return metas[0] if len(metas) == 1 else metas
 
 
 def meta_of(completion: Completion, sample: Sample) -> dict[str, Any]:

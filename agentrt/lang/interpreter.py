@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agentrt.errors import AbortedError, PromptError, UserError
@@ -30,13 +31,15 @@ from agentrt.lang import ir
 from agentrt.lang.options import derive_seed
 from agentrt.lang.recording import Call
 from agentrt.lang.roles import spells_control_token
-from agentrt.lang.run import Asking, Budget, Run
+from agentrt.lang.run import Asking, Budget, Run, made_request
 from agentrt.lang.transcript import Piece, Transcript
 from agentrt.lang.variables import Feed, Variable, known
 from agentrt.lang.waiting import Promise
 from agentrt.request import Completion, ProgramTag, Request, SamplingParams, Usage
 
 Step = Generator[Future[Any], Any, None]
+
+_UNNAMED = frozenset({ir.Text, ir.ScopeEnd})  #: nodes that set no variable, the second though it has a name
 
 _IDLE: Future[Any] = Promise()  #: what a drive returns when nothing is left to run
 _CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a control token
@@ -204,15 +207,19 @@ class Branch:
             UserError: It cannot be appended.
             AgentrtError: The branch has failed; its own error.
         """
-        self._check()
+        if self.error is not None:
+            self._check()
+        last: Variable | None = None
         items: list[Item] = []
-        for node in list(ir.nodes(value)):  # all of it is looked at before any of it is declared
-            items.append(Item(node, self._declare(node), where, self.number))
+        for node in ir.nodes(value):  # all of it is looked at before any of it is declared
+            variables = self._declare(node)
+            items.append(Item(node, variables, where, self.number))
             self.number += 1
-        if not items:
-            return None
-        self._enqueue(items)
-        return next((item.variable for item in reversed(items) if item.variables), None)
+            if variables:
+                last = variables[-1]
+        if items:
+            self._enqueue(items)
+        return last
 
     def enqueue(self, node: Any, where: ir.Where) -> None:
         """Appends one of the interpreter's own nodes."""
@@ -220,10 +227,10 @@ class Branch:
         self._enqueue([Item(node, (), where, self.number)])
         self.number += 1
 
-    def assign(self, name: str, value: Any) -> None:
+    def assign(self, name: str, value: Any, meta: Any = None) -> None:
         """Sets a variable."""
         self._check()
-        self._register(known(name, value))
+        self._register(known(name, value, meta))
 
     def look(self, read: Callable[[Branch], Any]) -> Future[Any]:
         """Returns the future of what `read` finds when everything appended so far has run; fails with the branch's error."""
@@ -286,8 +293,9 @@ class Branch:
         with self.run.lock:
             failed = self.error
             if failed is None:
-                self._queue.extend(items)
-                self._calls_waiting += sum(isinstance(item.node, _CALLS) for item in items)
+                for item in items:
+                    self._queue.append(item)
+                    self._calls_waiting += type(item.node) in _CALLS
                 if self._busy:
                     return
                 self._busy = True
@@ -377,7 +385,7 @@ class Branch:
                 self._busy = self.error is not None
                 return _IDLE
             item = self._item = self._queue.popleft()
-            self._calls_waiting -= isinstance(item.node, _CALLS)
+            self._calls_waiting -= type(item.node) in _CALLS
         step = _STEPS[type(item.node)](self, item)
         if step is None:
             return None
@@ -533,7 +541,7 @@ class Branch:
         if not parts and isinstance(following, ForkPoint):
             parts = len(following.children)
         tag = ProgramTag(self.run.id, self.path, self._calls_waiting, parts)
-        return Request(prompt_ids=ids, sampling=sampling, program=tag, deadline=deadline, prompt_tail=tail)
+        return made_request(ids, sampling, tag, deadline, tail)
 
     def submit(self, request: Request, show: Callable[[str], None] | None = None) -> Asking:
         """Starts the request of the node that is running.
@@ -613,9 +621,7 @@ class Branch:
 
 def _names(node: Any) -> tuple[str, ...]:
     """Names of the variables that a node sets."""
-    if isinstance(node, ir.Text | ir.ScopeEnd):
-        return ()
-    name = getattr(node, "name", None)
+    name = None if type(node) in _UNNAMED else getattr(node, "name", None)
     if not name:
         return ()
     return (f"{name}_reasoning_content", name) if getattr(node, "reasoning", None) else (name,)
@@ -710,6 +716,10 @@ def _fork(branch: Branch, item: Item) -> None:
         child.begin_after(branch, text)
 
 
+def _metas(sources: list[Variable]) -> list[Any]:
+    return [source.meta for source in sources]
+
+
 def _join(branch: Branch, item: Item) -> Step:
     point: JoinPoint = item.node
     failed: BaseException | None = None
@@ -724,7 +734,7 @@ def _join(branch: Branch, item: Item) -> Step:
     for name, variable in point.gathered.items():
         sources = [own[name] for own in point.sources if name in own]
         values = [source.future.exception() or source.future.result() for source in sources]
-        variable.settle(values, [source.meta for source in sources])
+        variable.settle(values, partial(_metas, sources))
     if point.append_text:
         for child in point.children:
             branch.write("".join(child.feed.pieces[child.fork_text :]))
@@ -734,7 +744,7 @@ from agentrt.lang.agent import call_once, loop  # noqa: E402
 from agentrt.lang.generate import generate  # noqa: E402  (the steps that ask the model need the classes above)
 from agentrt.lang.scoring import select_best  # noqa: E402
 
-_CALLS = (ir.Gen, ir.Select, ir.ToolCall, ir.AgentLoop)
+_CALLS = frozenset({ir.Gen, ir.Select, ir.ToolCall, ir.AgentLoop})
 _STEPS: dict[type, Callable[[Branch, Item], Step | None]] = {
     ir.Text: _text,
     ir.Gen: generate,

@@ -150,27 +150,26 @@ class Appended:
     """What ``s.user(...)`` returns: it is in the state already, so ``s += s.user(...)`` adds nothing a second time."""
 
 
-def nodes(value: Any) -> Iterator[Expr]:
-    """Yields the plain nodes of anything that can be appended: a string, a node, or a list of them.
+def nodes(value: Any) -> tuple[Expr, ...]:
+    """Returns the plain nodes of anything that can be appended: a string, a node, or a list of them.
 
     Raises:
         UserError: It is something else.
     """
     if isinstance(value, str):
-        if value:
-            yield Text(str(value))
-    elif isinstance(value, Series):
-        yield from value.parts
-    elif isinstance(value, Expr):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from nodes(item)
-    elif not isinstance(value, Appended):
-        raise UserError(
-            f"a {type(value).__name__} ({value!r:.60}) cannot be appended to a program's state; append a string "
-            "(str(value), or an f-string), gen(...), select(...), a role, or a list of these"
-        )
+        return (Text(str(value)),) if value else ()
+    if isinstance(value, Series):
+        return value.parts
+    if isinstance(value, Expr):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return tuple(node for item in value for node in nodes(item))
+    if isinstance(value, Appended):
+        return ()
+    raise UserError(
+        f"a {type(value).__name__} ({value!r:.60}) cannot be appended to a program's state; append a string "
+        "(str(value), or an f-string), gen(...), select(...), a role, or a list of these"
+    )
 
 
 def generations(expr: Any) -> Iterator[Gen]:

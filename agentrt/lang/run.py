@@ -23,12 +23,12 @@ from agentrt.lang.options import Sampling
 from agentrt.lang.recording import Call, Recording, ToolRun
 from agentrt.lang.roles import ChatRoles, chat_roles
 from agentrt.lang.waiting import Promise
-from agentrt.request import Completion, FinishReason, Request, TokenDelta
+from agentrt.request import Completion, FinishReason, ProgramTag, Request, Sample, SamplingParams, TokenDelta
 
 if TYPE_CHECKING:
     from agentrt.lang.interpreter import Branch
 
-_run_numbers = itertools.count()
+_run_numbers, _request_numbers = itertools.count(), itertools.count()
 
 
 Compact = Callable[[list[list[dict[str, Any]]]], list[list[dict[str, Any]]]]
@@ -118,13 +118,13 @@ class Asking:
     def __init__(self, request: Request, show: Callable[[str], None] | None) -> None:
         self.request = request
         self.future: Promise[Completion] = Promise()
-        self._collector = Collector(request)
+        self._collector: Collector | None = None
         self._show = show
 
     def __call__(self, delta: TokenDelta) -> None:
         """Takes one delta; the sink of the request."""
         try:
-            completion = self._collector.add(delta)
+            completion = self._add(delta)
             if self._show is not None and delta.text and delta.index == 0:
                 self._show(delta.text)
         except BaseException as error:
@@ -133,6 +133,35 @@ class Asking:
             return
         if completion is not None and not self.future.done():
             self.future.set_result(completion)
+
+    def _add(self, delta: TokenDelta) -> Completion | None:
+        if self._collector is None:
+            usage, reason = delta.usage, delta.finish_reason
+            if usage is not None and reason is not None and self.request.sampling.n == 1:  # all of it in one delta
+                sample = Sample(delta.text, delta.token_ids, reason, delta.forced, delta.logprobs, delta.stop_match)
+                return Completion(delta.request_id, (sample,), usage, delta.prompt_logprobs)
+            self._collector = Collector(self.request)
+        return self._collector.add(delta)
+
+
+_REQUEST = Request(prompt_ids=(0,))  #: what a request has that nothing is said of
+_set = object.__setattr__
+
+
+def made_request(
+    ids: tuple[int, ...], sampling: SamplingParams, tag: ProgramTag, deadline: float | None, tail: bytes
+) -> Request:
+    """A request of parts that are right by construction; checking every id again would cost more than all else of a gen."""
+    request: Request = object.__new__(Request)
+    _set(request, "prompt_ids", ids)
+    _set(request, "sampling", sampling)
+    _set(request, "request_id", f"{tag.program}#{next(_request_numbers)}")
+    _set(request, "cache_salt", _REQUEST.cache_salt)
+    _set(request, "priority", _REQUEST.priority)
+    _set(request, "program", tag)
+    _set(request, "deadline", deadline)
+    _set(request, "prompt_tail", tail)
+    return request
 
 
 class Run:
@@ -197,8 +226,10 @@ class Run:
 
     def must_compact(self, prompt: int, wanted: int | None) -> bool:
         """Whether a prompt of so many tokens, with the answer wanted, leaves no room, and something can be done about it."""
+        if self.compact is _no_compaction:
+            return False
         room = self.backend.capabilities.max_context - prompt
-        return self.compact is not _no_compaction and room < (ROOM if wanted is None else max(wanted, 1))
+        return room < (ROOM if wanted is None else max(wanted, 1))
 
     def clock(self) -> float:
         """Seconds since the run began."""
@@ -254,7 +285,9 @@ def check_complete(completion: Completion) -> Completion:
     Raises:
         AbortedError: It was aborted, by a deadline or from outside the program.
     """
-    if any(sample.finish_reason is FinishReason.ABORT for sample in completion.samples):
+    for sample in completion.samples:
+        if sample.finish_reason is not FinishReason.ABORT:
+            continue
         raise AbortedError(
             "the request was aborted before its answer was complete (a deadline passed, or someone aborted it)"
         )

@@ -172,8 +172,7 @@ def _restored(values: Mapping[str, Any], backend: Backend) -> Branch:
         branch.roles = chat_roles(backend.tokenizer).with_tools(values["tools"])
     branch.offered = None if values["offered"] is None else tuple(values["offered"])
     for name, kept in values["variables"].items():
-        branch.assign(name, kept["value"])
-        branch.variables[name].meta = kept["meta"]
+        branch.assign(name, kept["value"], kept["meta"])
     branch.number, branch.forks = values["number"], values["forks"]
     return branch
 

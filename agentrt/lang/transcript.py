@@ -25,6 +25,8 @@ from agentrt.request import FinishReason, Sample
 
 FED, SAMPLED, FORCED, CUT = 0, 1, 2, 4  #: kinds of an id; CUT is added to the others
 
+_SAMPLED = bytes((SAMPLED,))
+
 Piece = str | int  #: pending text, or the id of a control token
 
 
@@ -130,9 +132,12 @@ class Transcript:
             ends: Ids that end an answer.
             healed: Bytes that the ids begin with and the text does not (see `settle`).
         """
-        ids, kinds = list(sample.token_ids), bytearray(FORCED if f else SAMPLED for f in sample.forced)
-        kinds.extend(bytes((SAMPLED,)) * (len(ids) - len(kinds)))
-        self._note_logprobs([t.logprob or 0.0 for t in sample.logprobs or ()])
+        ids, kinds = list(sample.token_ids), bytearray(_SAMPLED * len(sample.token_ids))
+        for place, forced in enumerate(sample.forced):
+            if forced:
+                kinds[place] = FORCED
+        if sample.logprobs:
+            self._note_logprobs([t.logprob or 0.0 for t in sample.logprobs])
         self.ended = None
         stopped = bool(ids) and sample.finish_reason is FinishReason.STOP
         if stopped and (ids[-1] in ends or tokenizer.token_bytes(ids[-1]) is None):

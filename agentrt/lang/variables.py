@@ -108,23 +108,28 @@ class Variable:
         name: Its name.
         future: Of its value.
         feed: Its text while it grows.
-        meta: What is known about how it came to be: tokens, log-probabilities, why it ended.
     """
 
-    __slots__ = ("feed", "future", "meta", "name")
+    __slots__ = ("_meta", "feed", "future", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.future: Promise[Any] = Promise()
         self.feed = Feed()
-        self.meta: Any = {}
+        self._meta: Any = None
+
+    @property
+    def meta(self) -> Any:
+        """What is known about how it came to be: tokens, log-probabilities, why it ended."""
+        if callable(self._meta):
+            self._meta = self._meta()
+        return {} if self._meta is None else self._meta
 
     def settle(self, value: Any, meta: Any = None) -> None:
-        """Gives it its value."""
+        """Gives it its value, and `meta`: what is known of it, or a function that says so when it is asked for."""
         if meta is not None:
-            self.meta = meta
-        with contextlib.suppress(InvalidStateError):  # it was cancelled meanwhile
-            self.future.set_result(value)
+            self._meta = meta
+        self.future.offer(value)  # it may have been cancelled meanwhile
         self.feed.close()
 
     def fail(self, error: BaseException) -> None:
@@ -134,10 +139,10 @@ class Variable:
         self.feed.close(error)
 
 
-def known(name: str, value: Any) -> Variable:
+def known(name: str, value: Any, meta: Any = None) -> Variable:
     """Returns a variable that has its value already."""
     variable = Variable(name)
     if isinstance(value, str):
         variable.feed.push(value)
-    variable.settle(value)
+    variable.settle(value, meta)
     return variable

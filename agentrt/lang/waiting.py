@@ -9,6 +9,7 @@ of programs. Invariant: at most `WORKERS` worker threads and one loop thread exi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import threading
@@ -56,6 +57,12 @@ class Promise(Future[T]):
     def set_result(self, result: T) -> None:
         """Gives it its result."""
         self._end(result, None)
+
+    def offer(self, result: T) -> None:
+        """Gives it its result, unless it has its outcome already."""
+        if not self._set:
+            with contextlib.suppress(InvalidStateError):  # another thread was first
+                self._end(result, None)
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Gives it its error."""
