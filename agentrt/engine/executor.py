@@ -18,7 +18,6 @@ from torch import Tensor
 from agentrt.engine.batch import SequenceStates, forward_batch
 from agentrt.engine.model_runner import ModelRunner
 from agentrt.engine.sampler import Choice, Row, Sampler
-from agentrt.errors import NumericalError
 from agentrt.request import TokenLogprob
 from agentrt.scheduling.plan import Run, Sampled, StepOutput, StepPlan
 
@@ -120,8 +119,8 @@ class _LocalStep:
 
 
 def _sampled(choices: list[Choice], scores: tuple[TokenLogprob, ...]) -> Sampled:
-    error = next((choice.error for choice in choices if choice.error), "")
-    if error:
-        return Sampled(scores=scores, error=NumericalError(error))
+    error = next((choice.error for choice in choices if choice.error), None)
+    if error is not None:
+        return Sampled(scores=scores, error=error)
     logprobs = tuple(choice.logprob for choice in choices if choice.logprob is not None)
     return Sampled(tuple(choice.token_id for choice in choices), logprobs, scores)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrt.engine.penalties import Penalties
+from agentrt.errors import AgentrtError, ConstraintError, NumericalError
 from agentrt.request import SamplingParams, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
@@ -32,6 +33,8 @@ _LOOKS = (64, 512)
 _SLACK = 8
 #: Below this temperature the likeliest token is taken: float32 logits divided by less say nothing more.
 _COLDEST = 1e-5
+#: Below this, exp gives what float32 has no normal number for.
+_LIGHTEST = -87.0
 #: Logits whose weights are in memory at once.
 _PIECE = 1 << 20
 _LARGEST = torch.finfo(torch.float32).max
@@ -77,7 +80,7 @@ class Choice:
 
     token_id: int
     logprob: TokenLogprob | None = None
-    error: str = ""
+    error: AgentrtError | None = None
 
 
 class Sampler:
@@ -101,11 +104,11 @@ class Sampler:
             logits: float32 [rows, vocab]; changed in place.
             rows: How to choose, one per row.
         """
-        errors = _neutralised(logits, _finite(logits), _NOT_FINITE)
+        errors = _neutralised(logits, _finite(logits), NumericalError, _NOT_FINITE)
         if len(self._invalid_ids):
             logits.index_fill_(1, self._invalid_ids.to(logits.device), -torch.inf)
         grid = _Grid.of(_masked(_whole_blocks(logits), rows))
-        errors = _neutralised(grid.values, grid.peaks() > -torch.inf, _NOTHING_ALLOWED) | errors
+        errors = _neutralised(grid.values, grid.peaks() > -torch.inf, ConstraintError, _NOTHING_ALLOWED) | errors
         for index in errors:
             grid.tops[index] = 0
         logprobs = _Logprobs(grid, rows)
@@ -159,12 +162,12 @@ def _finite(logits: Tensor) -> Tensor:
     return finite
 
 
-def _neutralised(logits: Tensor, good: Tensor, error: str) -> dict[int, str]:
+def _neutralised(logits: Tensor, good: Tensor, kind: type[AgentrtError], message: str) -> dict[int, AgentrtError]:
     """The error of each row that is not `good` [rows]; such a row becomes zeros, so that it can go along with the others."""
-    errors: dict[int, str] = {}
+    errors: dict[int, AgentrtError] = {}
     for index in (~good).nonzero()[:, 0].tolist():
         logits[index] = 0
-        errors[index] = error
+        errors[index] = kind(message)
     return errors
 
 
@@ -282,7 +285,23 @@ class _Grid:
         peaks, colds = self.peaks()[index, None, None], temperature.float()[:, None, None]
         rows = max(1, _PIECE // self.width)
         pieces = zip(index.split(rows), peaks.split(rows), colds.split(rows), strict=True)
-        return torch.cat([self.values.index_select(0, piece).sub_(peak).div_(cold).exp_().sum(-1) for piece, peak, cold in pieces]).double()
+        return torch.cat([self._sums(piece, peak, cold) for piece, peak, cold in pieces]).double()
+
+    def _sums(self, index: Tensor, peaks: Tensor, colds: Tensor) -> Tensor:
+        """As `sums`, for peaks and temperatures [n, 1, 1]. A block without a token that weighs anything counts as nothing.
+
+        Under a mask most blocks may be such, and they are not read. Exponents are bounded, since exp takes ten times as long
+        where it gives what float32 has no normal number for.
+        """
+        some = (self.tops.index_select(0, index)[..., None] - peaks).div_(colds)[..., 0] > _LIGHTEST
+        place = torch.from_numpy(np.flatnonzero(some.cpu().numpy())).to(index.device)
+        if 2 * len(place) > some.numel():
+            weights = self.values.index_select(0, index).sub_(peaks).div_(colds).clamp_(min=_LIGHTEST).exp_().sum(-1)
+            return weights.where(some, 0)
+        row, block = place // some.shape[1], place % some.shape[1]
+        values = self.values.view(-1, _BLOCK).index_select(0, index[row] * some.shape[1] + block)
+        weights = values.sub_(peaks[row, 0]).div_(colds[row, 0]).clamp_(min=_LIGHTEST).exp_().sum(-1)
+        return torch.zeros(some.numel(), device=index.device).index_copy_(0, place, weights).view(some.shape)
 
     def leaders(self, index: Tensor, k: int) -> _Leaders:
         """The k likeliest tokens of the rows at `index` [n]."""
