@@ -25,6 +25,7 @@ from agentrt.lang.recording import Recording
 from agentrt.lang.run import Budget, Compact, Gate, Run
 from agentrt.lang.state import AsyncState, Face, State
 from agentrt.lang.waiting import await_future, in_background, on_loop, wait
+from agentrt.observe import spans
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,11 +37,12 @@ RUN_OPTIONS = frozenset(
 
 @dataclass(slots=True)
 class Plan:
-    """One run that has not begun: the arguments for the body, and the options for the run."""
+    """One run that has not begun: the arguments for the body, the options for the run, and whose spans its own belong under."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
+    caller: Any = field(default_factory=spans.caller_context)
 
 
 class Function(Generic[P, R]):
@@ -321,6 +323,7 @@ class Function(Generic[P, R]):
             replay=run_options.get("replay"),
             compact=run_options.get("compact"),
             healing=run_options.get("token_healing", not self._written_for_sgl()),
+            caller=plan.caller,
         )
         return Branch(run)
 

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from agentrt.backend import Backend, Collector, Sink
 from agentrt.errors import AbortedError, AgentrtError, RequestError
 from agentrt.lang.options import Sampling
-from agentrt.lang.recording import Call, Recording, ToolRun
+from agentrt.lang.recording import Call, Recording, ToolRun, report_of
 from agentrt.lang.roles import ChatRoles, chat_roles
 from agentrt.lang.waiting import Promise
+from agentrt.observe import spans
 from agentrt.request import Completion, FinishReason, ProgramTag, Request, Sample, SamplingParams, TokenDelta
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class Run:
         ret_value: What the body returned.
         compact: Says which messages to keep when the context is nearly full.
         healing: Whether plain text before a gen may be completed by it.
+        caller: OpenTelemetry's context of who began the run; None if it makes no spans.
     """
 
     def __init__(
@@ -194,6 +196,7 @@ class Run:
         replay: Recording | None = None,
         healing: bool = False,
         compact: Compact | None = None,
+        caller: Any = None,
     ) -> None:
         self.id = f"{name}-{os.getpid():x}-{next(_run_numbers)}"
         self.name = name
@@ -206,6 +209,7 @@ class Run:
         self.gate = gate
         self.healing = healing
         self.compact = compact or _no_compaction
+        self.caller = caller
         self.branches: list[Branch] = []
         self.calls: list[Call] = []
         self.tool_runs: list[ToolRun] = []
@@ -277,6 +281,8 @@ class Run:
                 self.done.set_exception(error)
         for branch in list(self.branches):
             branch.end()
+        if first and self.caller is not None:
+            spans.export(report_of(self), time.time_ns() - int(self.clock() * 1e9), self.caller)
 
 
 def check_complete(completion: Completion) -> Completion:
