@@ -33,6 +33,7 @@ class SchemaReport:
         automaton: Why it is, or is not, of the regular kind that `engine="fsm"` takes.
         regular: Whether it is.
         states: States of its automaton, if it is regular.
+        ahead: Whether it was compiled ahead of time, so that the automaton takes it without being asked to.
     """
 
     ledger: Ledger
@@ -40,6 +41,7 @@ class SchemaReport:
     automaton: str
     regular: bool
     states: int = 0
+    ahead: bool = False
 
     @property
     def rows(self) -> list[tuple[str, str, str, str]]:
@@ -60,7 +62,16 @@ class SchemaReport:
                 "the text is held back until then, and generated anew, within the request's bound, if it fails.",
                 "strict=True refuses it.",
             ]
-        return [*lines, f'llguidance takes it, unless it was compiled ahead of time (agentrt schema compile) or says engine="fsm"; then: {self.automaton}.']
+        return [*lines, self._path]
+
+    @property
+    def _path(self) -> str:
+        """Which engine takes it, and why."""
+        if self.ahead:
+            return f"It was compiled ahead of time, so an automaton takes it: {self.automaton}."
+        if self.regular:
+            return f'llguidance takes it; compiled ahead of time (agentrt schema compile) or with engine="fsm", {self.automaton} would.'
+        return f"llguidance takes it; an automaton cannot, because {self.automaton}."
 
 
 def check_schema(value: Any) -> SchemaReport:
@@ -74,8 +85,9 @@ def check_schema(value: Any) -> SchemaReport:
     try:
         automaton = _automaton(schema)
     except (schema_regex.NotRegularError, GrammarError) as error:
-        return SchemaReport(compiled.ledger, "", f"stays on llguidance, because {error}", False)
-    return SchemaReport(compiled.ledger, "", f"a finite automaton of {len(automaton):,} states", True, len(automaton))
+        return SchemaReport(compiled.ledger, "", str(error), False)
+    words = f"a finite automaton of {len(automaton):,} states"
+    return SchemaReport(compiled.ledger, "", words, True, len(automaton), ahead=compiled.engine == "fsm")
 
 
 def compile_ahead(values: Iterable[Any], folder: Path | None = None) -> list[tuple[str, Path | None]]:

@@ -1,0 +1,176 @@
+"""What constraints cost the step loop, and what jump-forward saves, on a real model in one run.
+
+    python benchmarks/constrained.py [--model smollm2-135m] [--batch 32] [--rounds 5] [--tokens 64] [--json results.json]
+
+Two questions, each asked in turns, so that the ratios hold on a noisy machine:
+
+* Tool calls: the corpus' requests under `required`, `--batch` at once, greedy, with jump-forward on and off. Both write the same
+  text (told as "same"). Prompts are cached from a first round that does not count: the prefill would be the same for both.
+* Steps: free decoding against decoding under schemas (jump-forward off, so that each step is one token a sequence in both), and
+  against one token that any text may follow, at temperature 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import agentrt.grammar as grammar
+from agentrt import Completion, Engine, GrammarSpec, SamplingParams
+from agentrt.text import load_tokenizer
+
+SEED = 0
+Json = dict[str, Any]
+Work = list[tuple[Sequence[int], SamplingParams]]
+
+#: A record as extraction asks for it: keys, enums, numbers, dates and free text, often enough that it never ends.
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "kind": {"enum": ["person", "place", "event", "organisation"]},
+        "year": {"type": "integer", "minimum": 0, "maximum": 2100},
+        "date": {"type": "string", "format": "date"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "notes": {"type": "string"},
+    },
+    "required": ["name", "kind", "year", "date", "tags", "notes"],
+    "additionalProperties": False,
+}
+RECORDS = {"type": "array", "items": RECORD, "minItems": 1000}
+
+
+def run(engine: Engine, work: Work) -> tuple[float, list[Completion]]:
+    """Seconds for all of it at once."""
+    prompts, sampling = [list(prompt) for prompt, _ in work], [one for _, one in work]
+    started = time.perf_counter()
+    completions = engine.generate(prompts, sampling)
+    return time.perf_counter() - started, completions
+
+
+def interleaved(engine: Engine, works: dict[str, Work], rounds: int) -> dict[str, tuple[list[float], list[Completion]]]:
+    """Runs each work once to warm up, then `rounds` times, in turns and in alternating order."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    last: dict[str, list[Completion]] = {}
+    for number in range(rounds + 1):
+        for name in list(works)[:: 1 if number % 2 else -1]:
+            taken, last[name] = run(engine, works[name])
+            if number:
+                seconds[name].append(taken)
+    return {name: (seconds[name], last[name]) for name in works}
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of the ratios of neighbours in time."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+# ---- tool calls, with jump-forward on and off
+
+
+def tool_calls(engine: Engine, tokenizer: Any, rows: list[Json], rounds: int) -> Json:
+    works: dict[str, Work] = {}
+    for mode in ("on", "off"):
+        works[mode] = [(tokenizer.encode_chat(row["messages"], tools=row["tools"]), _calling(row, mode)) for row in rows]
+    measured = interleaved(engine, works, rounds)
+    (on, on_last), (off, off_last) = measured["on"], measured["off"]
+    tokens = sum(c.usage.completion_tokens for c in on_last)
+    return {
+        "tool calls at once": len(rows),
+        "tokens": tokens,
+        "same": sum(a.token_ids == b.token_ids for a, b in zip(on_last, off_last, strict=True)),
+        "seconds off": round(statistics.median(off), 2),
+        "seconds on": round(statistics.median(on), 2),
+        "times faster": round(ratio(off, on), 2),
+        "passes off": sum(c.usage.forward_passes for c in off_last),
+        "passes on": sum(c.usage.forward_passes for c in on_last),
+        "forced": f"{100 * sum(c.usage.forced_tokens for c in on_last) / tokens:.1f}%",
+    }
+
+
+def _calling(row: Json, mode: str) -> SamplingParams:
+    spec = grammar.tools_spec(row["tools"], tool_choice="required", parallel=False)
+    assert spec is not None
+    return SamplingParams(grammar=replace(spec, jump_forward=mode), temperature=0, max_tokens=100)  # type: ignore[arg-type]
+
+
+# ---- steps, free and constrained
+
+
+def steps(engine: Engine, tokenizer: Any, batch: int, tokens: int, rounds: int) -> list[Json]:
+    prompts = [tokenizer.encode(f"Record {number}, about what happened in that year:\n") for number in range(batch)]
+    records = grammar.json_schema_spec(RECORDS)
+    constraints: dict[str, GrammarSpec | None] = {
+        "free": None,
+        "schema, llguidance": replace(records, engine="llguidance", jump_forward="off"),
+        "schema, fsm": replace(grammar.json_schema_spec(_regular(RECORDS)), engine="fsm", jump_forward="off"),
+    }
+    works = {
+        name: [(prompt, SamplingParams(grammar=spec, max_tokens=tokens, ignore_eos=spec is None, seed=n, temperature=1)) for n, prompt in enumerate(prompts)]
+        for name, spec in constraints.items()
+    }
+    measured = interleaved(engine, works, rounds)
+    free = measured["free"][0]
+    return [
+        {
+            "batch": batch,
+            "decoding": name,
+            "tokens": sum(c.usage.completion_tokens for c in last),
+            "ms a step": round(1e3 * statistics.median(seconds) / tokens, 2),
+            "over free": "-" if name == "free" else f"{100 * (ratio(seconds, free) - 1):+.1f}%",
+        }
+        for name, (seconds, last) in measured.items()
+    ]
+
+
+def _regular(schema: Json) -> Json:
+    """The same without bounds on numbers and counts, which an automaton has no room for."""
+    year = {"type": "integer"}
+    return {"type": "array", "items": {**RECORD, "properties": {**RECORD["properties"], "year": year}}}  # type: ignore[dict-item]
+
+
+def show(rows: list[Json]) -> None:
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(map(str, row.values())) + " |")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--only", choices=["calls", "steps"], default=None)
+    parser.add_argument("--in-thread", action="store_true", help="the engine in this process (for a profiler)")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    folder = Path(os.environ.get("AGENTRT_CORPORA", Path(__file__).parents[2] / "shared" / "data"))
+    tokenizer = load_tokenizer(arguments.model)
+    made: dict[str, Any] = {}
+    print(f"seed {SEED}; {arguments.model}; Python {platform.python_version()}; {os.cpu_count()} cores, {platform.machine()}\n")
+    with Engine(arguments.model, process=not arguments.in_thread) as engine:
+        if arguments.only != "steps":
+            with (folder / "bfcl_tools.jsonl").open(encoding="utf-8") as lines:
+                rows = random.Random(SEED).sample([json.loads(line) for line in lines], arguments.batch)
+            made["calls"] = [tool_calls(engine, tokenizer, rows, arguments.rounds)]
+            show(made["calls"])
+        if arguments.only != "calls":
+            made["steps"] = steps(engine, tokenizer, arguments.batch, arguments.tokens, arguments.rounds)
+            show(made["steps"])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
