@@ -76,6 +76,8 @@ class PagePool:
         """
         if count > self._free_count:
             return None
+        if count == 1 and after is not None and self._reservations.get(after + 1, 0) > max(self.reserve // 2, 1):
+            return [self._next_of_reservation(after + 1)]
         pages: list[int] = []
         if after is not None:
             self._follow(after + 1, count, pages)
@@ -139,6 +141,14 @@ class PagePool:
     #   ... [after] | first ................ last | next ..... next+wish | ............ |
     #                 taken from the front of      kept aside for this    stays free for all
     #                 a reservation or an extent   caller's next pages
+
+    def _next_of_reservation(self, page: int) -> int:
+        """Takes the first page of a reservation of several: what a sequence that grows by a token needs, most of the time."""
+        length = self._reservations.pop(page)
+        self._reservations[page + 1] = length - 1  # now the most recently used
+        self._used[page] = 1
+        self._free_count -= 1
+        return page
 
     def _follow(self, page: int, count: int, pages: list[int]) -> None:
         """Takes up to `count` pages from `page` on, as long as they are free: reservation first, then the extent behind it."""

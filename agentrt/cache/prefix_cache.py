@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,22 +34,27 @@ class PrefixLease:
         namespace: As acquired.
         program: The program that it is for, or None.
         cached_tokens: Tokens that were found in the tree, whole pages.
-        pages: Their pages, in order.
+        found_pages: Their pages, in order: int32 [cached_tokens / page_size].
         locked_tokens: Tokens from the start that it locks now: `cached_tokens`, then more with each publish.
         released: Whether it was released.
     """
 
-    __slots__ = ("_leaf", "_node", "cached_tokens", "locked_tokens", "namespace", "pages", "program", "released")
+    __slots__ = ("_leaf", "_node", "cached_tokens", "found_pages", "locked_tokens", "namespace", "program", "released")
 
-    def __init__(self, namespace: str, program: str | None, node: Node | None, pages: list[int], tokens: int) -> None:
+    def __init__(self, namespace: str, program: str | None, node: Node | None, pages: PageArray, tokens: int) -> None:
         self.namespace = namespace
         self.program = program
         self.cached_tokens = tokens
         self.locked_tokens = tokens
-        self.pages = pages
+        self.found_pages = pages
         self.released = False
         self._node = node  # at whose end the lock is; None: nothing is locked
         self._leaf: Node | None = None  # the leaf that this lease made, which it may go on growing
+
+    @property
+    def pages(self) -> list[int]:
+        """Pages of what was found, as a list."""
+        return self.found_pages.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class HotPath:
         hits: Tokens that leases were given from it.
         locked_tokens: Tokens of it in use now.
         last_access: When its youngest part was used, on the cache's clock.
+        parent: Place, in the list that this came in, of the nearest branch above it; None if none of those is.
     """
 
     namespace: str
@@ -112,6 +118,7 @@ class HotPath:
     hits: int
     locked_tokens: int
     last_access: float
+    parent: int | None = None
 
 
 class PrefixCache:
@@ -243,8 +250,8 @@ class PrefixCache:
         self.queried_tokens_total += len(key)
         self.hit_tokens_total += match.length
         if not match.length:
-            return PrefixLease(key.namespace, program, None, [], 0)
-        pages = self.tree.pages(match).tolist()
+            return PrefixLease(key.namespace, program, None, self.tree.pages(match), 0)
+        pages = self.tree.pages(match)
         node = self.tree.lock(match)
         now = self._clock()
         for visited in node.path():
@@ -435,7 +442,8 @@ class PrefixCache:
             if above is not None:
                 above.add(below[node])
         hottest = heapq.nlargest(limit, nodes, key=lambda node: (below[node].hits, below[node].tokens))
-        return [below[node].hot_path(node) for node in hottest]
+        places = {node: place for place, node in enumerate(hottest)}
+        return [below[node].hot_path(node, _place_above(node, places)) for node in hottest]
 
     def check(self, private_pages: int) -> None:
         """Verifies the tree, the pool and the slot equation, at a cost that grows with both.
@@ -485,8 +493,15 @@ class _Subtree:
         self.locked += other.locked
         self.last_access = max(self.last_access, other.last_access)
 
-    def hot_path(self, node: Node) -> HotPath:
+    def hot_path(self, node: Node, parent: int | None) -> HotPath:
         first = unpack_ids(node.ids[: 4 * SHOWN_IDS])
         return HotPath(
-            node.namespace, first, node.start, self.tokens, self.nodes, self.hits, self.locked, self.last_access
+            node.namespace, first, node.start, self.tokens, self.nodes, self.hits, self.locked, self.last_access, parent
         )
+
+
+def _place_above(node: Node, places: Mapping[Node, int]) -> int | None:
+    above = node.parent
+    while above is not None and above not in places:
+        above = above.parent
+    return None if above is None else places[above]

@@ -16,7 +16,7 @@ from agentrt.attention.base import AttentionBatch
 from agentrt.attention.sharing import shared_prefixes
 from agentrt.engine.penalties import Penalties, wants_penalties
 from agentrt.request import SamplingParams
-from agentrt.scheduling.plan import Admission, Run, StepPlan
+from agentrt.scheduling.plan import Admission, Run, Slots, StepPlan
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class SequenceState:
     slots: NDArray[np.int64]
     penalties: Penalties | None
 
-    def place(self, start: int, slots: tuple[int, ...]) -> None:
+    def place(self, start: int, slots: Slots) -> None:
         """Says where the positions from `start` on are."""
         stop = start + len(slots)
         if stop > len(self.slots):

@@ -24,7 +24,7 @@ from agentrt.scheduling.view import LiveView
 TURNS = 16
 """Of so many admissions one is the oldest's, once it is overdue."""
 
-LOOKS_PER_STEP = 48
+LOOKS_PER_STEP = 36
 """Sequences that one step ranks: each is a match, and 10,000 may arrive, or be touched by a change of the tree, at once.
 
 A third is kept for outdated keys at the top, which are put in their place; after as many a step takes what is there. The rest goes to

@@ -1,11 +1,11 @@
 """Prefixes that running sequences are computing now, so that siblings wait for them instead of computing them too.
 
-Prompts are cut into blocks of whole pages, at least `BLOCK` tokens, each named by the hash of everything up to its end. A
+Prompts are cut into blocks of whole pages, at least `BLOCK` tokens, each named by a hash of everything up to its end. A
 waiting sequence whose next uncached block is in flight gains by waiting; it is *parked* on the last block that it shares with
 the sequence that computes it, and woken once: when that block has been published, or its sequence gave up.
 
-Costs: naming is a hash of 4 bytes a token, once a sequence and only when it comes to the top of the queue (a prompt of 100,000
-tokens: 6,250 names, 50 kB, about 2 ms); a check is a binary search. Two blocks of one name, which 64 bits make unlikely, cost a
+Costs: naming is a few passes over the ids, once a sequence and only when it comes to the top of the queue (a prompt of 100,000
+tokens: 6,250 names, 50 kB, about 1 ms); a check is a binary search. Two blocks of one name, which 64 bits make unlikely, cost a
 needless wait and nothing else: what is reused is decided by the tree, on the ids themselves.
 """
 
@@ -14,12 +14,15 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 
+import numpy as np
+
 from agentrt.scheduling.sequence import Sequence
 
 BLOCK = 16
 """Tokens for which waiting pays, whatever the pages."""
 
 _NO_NAMES = array("q")
+_MASK = 2**64 - 1
 
 
 class InFlight:
@@ -32,6 +35,8 @@ class InFlight:
             page_size: Tokens a page: only whole pages are published.
         """
         self.block = page_size * -(-BLOCK // page_size)
+        self._random = np.random.default_rng()
+        self._factors = np.empty(0, dtype=np.uint64)
         self._names: dict[int, array[int]] = {}  # sequence id -> names of its whole blocks, in order
         self._computing: dict[int, int] = {}  # block name -> sequence id
         self._done: dict[int, int] = {}  # sequence id -> blocks of it that are published
@@ -87,13 +92,23 @@ class InFlight:
         """Names of the sequence's whole blocks, made once."""
         names = self._names.get(sequence.sequence_id)
         if names is None:
-            packed, step = sequence.key.packed, 4 * self.block
-            names, name = array("q"), hash(sequence.namespace)
-            for end in range(step, len(packed) + 1, step):
-                name = hash((name, packed[end - step : end]))
-                names.append(name)
-            self._names[sequence.sequence_id] = names
+            names = self._names[sequence.sequence_id] = self._named(sequence.key.packed, hash(sequence.namespace))
         return names
+
+    def _named(self, packed: bytes, seed: int) -> array[int]:
+        """Names of the whole blocks of packed ids: the sum, modulo 2**64, of each id so far times a random number of its place.
+
+        The numbers are random, odd, and drawn anew in each process, so nobody can aim at one name for two beginnings; by chance it
+        comes once in 2**63, or once in 2**32 for ids whose only difference is in their highest bit.
+        """
+        blocks = len(packed) // (4 * self.block)
+        count = blocks * self.block
+        while len(self._factors) < count:
+            more = self._random.integers(0, 2**64, max(count, 4096), dtype=np.uint64) | np.uint64(1)
+            self._factors = np.concatenate((self._factors, more))
+        ids = np.frombuffer(packed, dtype=np.int32, count=count).astype(np.uint64) + np.uint64(1)  # so that an id of 0 counts too
+        sums = (ids * self._factors[:count]).reshape(blocks, self.block).sum(axis=1, dtype=np.uint64).cumsum(dtype=np.uint64)
+        return array("q", (sums + np.uint64(seed & _MASK)).tobytes())
 
     def _release(self, sequence: Sequence, names: array[int]) -> list[Sequence]:
         woken: list[Sequence] = []

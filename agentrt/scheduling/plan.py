@@ -6,10 +6,14 @@ sequence, its slots and how to sample, so a plan carries only what is new and ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentrt.errors import AgentrtError
 from agentrt.request import SamplingParams, TokenLogprob
+
+Slots = Sequence[int]
+"""KV slots, in order of position: a packed array where they are many, so that planning a long prompt makes no objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Admission:
     """
 
     sequence_id: int
-    slots: tuple[int, ...]
+    slots: Slots
     token_ids: tuple[int, ...]
     prompt_length: int
     sampling: SamplingParams
@@ -51,7 +55,7 @@ class Run:
     sequence_id: int
     token_ids: tuple[int, ...]
     start: int
-    slots: tuple[int, ...]
+    slots: Slots
     sample_at: tuple[int, ...] = ()
     score_at: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
@@ -63,7 +67,7 @@ class Remap:
 
     sequence_id: int
     start: int
-    slots: tuple[int, ...]
+    slots: Slots
 
 
 @dataclass(frozen=True, slots=True)

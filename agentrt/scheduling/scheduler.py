@@ -9,6 +9,7 @@ published stays in the tree while there is room), so the oldest can always go on
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from agentrt.scheduling.absence import Absences
 from agentrt.scheduling.admission import WaitingQueue
 from agentrt.scheduling.growth import Growth
 from agentrt.scheduling.in_flight import InFlight
-from agentrt.scheduling.plan import Admission, Remap, Run, Sampled, StepOutput, StepPlan
+from agentrt.scheduling.plan import Admission, Remap, Run, Sampled, Slots, StepOutput, StepPlan
 from agentrt.scheduling.policy import Policy, program
 from agentrt.scheduling.sequence import Sequence, Status
 from agentrt.scheduling.view import Crowd, LiveView, ProgramWork
@@ -100,6 +101,7 @@ class Scheduler:
         """
         self._cache = cache
         self._page_size = cache.page_size
+        self._in_page = np.arange(cache.page_size, dtype=np.int32)
         self._budget = budget
         self._clock = clock
         self._hold_seconds = hold_seconds
@@ -303,7 +305,7 @@ class Scheduler:
         self._waiting.admitted(sequence)
         self._crowd.leave(sequence)
         sequence.lease = lease
-        sequence.pages = lease.pages.copy()
+        sequence.pages = array("i", lease.found_pages.tobytes())
         sequence.shared_pages = len(sequence.pages)
         sequence.computed_tokens = lease.cached_tokens
         sequence.admitted_length = len(sequence.token_ids)
@@ -512,7 +514,7 @@ class Scheduler:
         publication = self._cache.publish(sequence.lease, sequence.token_ids, sequence.pages, limit=computed, program=sequence.program)
         if publication.moved_pages:
             first, moved = publication.moved_from, publication.moved_pages
-            sequence.pages[first : first + len(moved)] = moved
+            sequence.pages[first : first + len(moved)] = array("i", moved)
             slots = self._slots(sequence, first * size, (first + len(moved)) * size)
             self._remaps.append(Remap(sequence.sequence_id, first * size, slots))
         sequence.shared_pages = publication.published_tokens // size
@@ -527,7 +529,7 @@ class Scheduler:
         self._cache.free(sequence.pages[sequence.shared_pages :])
         self._cache.release(sequence.lease)
         sequence.lease = None
-        sequence.pages = []
+        sequence.pages = array("i")
         sequence.shared_pages = sequence.computed_tokens = 0
         if sequence.drafted:  # guesses are not part of it
             del sequence.token_ids[-sequence.drafted :]
@@ -593,14 +595,12 @@ class Scheduler:
         self._retire(sequence)
         return Update(sequence, ended=True)
 
-    def _slots(self, sequence: Sequence, start: int, stop: int) -> tuple[int, ...]:
+    def _slots(self, sequence: Sequence, start: int, stop: int) -> Slots:
         """KV slots of positions [start, stop)."""
         size = self._page_size
-        if size == 1 or start >= stop:
-            return tuple(sequence.pages[start:stop])
         if stop - start == 1:
             return (sequence.pages[start // size] * size + start % size,)
         first = start // size
-        pages = sequence.pages[first : self._pages_for(stop)]
-        slots = (np.array(pages)[:, None] * size + np.arange(size)).ravel()
-        return tuple(slots[start - first * size : stop - first * size].tolist())
+        pages = np.array(sequence.pages[first : self._pages_for(stop)], dtype=np.int32)
+        slots = (pages[:, None] * size + self._in_page).ravel()
+        return array("i", slots[start - first * size : stop - first * size].tobytes())

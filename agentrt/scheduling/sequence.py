@@ -129,7 +129,7 @@ class Sequence:
     watch: Watch | None = None
     cursor: Cursor | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     computed_tokens: int = 0
     lease: PrefixLease | None = None
     shared_pages: int = 0
