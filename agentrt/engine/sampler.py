@@ -284,7 +284,7 @@ class _Grid:
         """The same weights summed in every block of the rows at `index` [n]: float64 [n, blocks]."""
         peaks, colds = self.peaks()[index, None, None], temperature.float()[:, None, None]
         rows = max(1, _PIECE // self.width)
-        pieces = zip(index.split(rows), peaks.split(rows), colds.split(rows), strict=True)
+        pieces = zip(torch.split(index, rows), torch.split(peaks, rows), torch.split(colds, rows), strict=True)
         return torch.cat([self._sums(piece, peak, cold) for piece, peak, cold in pieces]).double()
 
     def _sums(self, index: Tensor, peaks: Tensor, colds: Tensor) -> Tensor:

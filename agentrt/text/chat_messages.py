@@ -40,7 +40,10 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
         raise PromptError(f"message {index} has the role {role!r}; it must be a word such as 'user'", param="messages")
     plain = {key: _plain_value(index, value) for key, value in message.items() if key not in ("content", "tool_calls")}
     plain["content"] = _text_of(index, message.get("content"))
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list | tuple):
+        raise PromptError(f"message {index} has the tool_calls {calls!r}; they must be a list", param="messages")
+    if calls:
         plain["tool_calls"] = [_plain_call(index, call) for call in calls]
     return plain
 
