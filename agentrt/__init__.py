@@ -73,7 +73,7 @@ _HOME: dict[str, str] = {
     "mcp_tools": "agentrt.lang.tools",
     "CutValueError": "agentrt.lang.values",
     "InvalidValueError": "agentrt.lang.values",
-    "BudgetError": "agentrt.lang.run",
+    "BudgetError": "agentrt.lang.budget",
     "resume": "agentrt.lang.saving",
     "flush_cache": "agentrt.lang.default_engine",
     "get_server_info": "agentrt.lang.default_engine",
@@ -152,7 +152,7 @@ if TYPE_CHECKING:
     from agentrt.lang.expressions import video as video
     from agentrt.lang.program import function as function
     from agentrt.lang.recording import Recording as Recording
-    from agentrt.lang.run import BudgetError as BudgetError
+    from agentrt.lang.budget import BudgetError as BudgetError
     from agentrt.lang.saving import resume as resume
     from agentrt.lang.state import AsyncState as AsyncState
     from agentrt.lang.state import State as State

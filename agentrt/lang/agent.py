@@ -162,7 +162,6 @@ def _turn(branch: Branch, item: Item, turns: Turns, choice: str, schema: Any) ->
         {**node.sampling, "grammar": grammar},
         typed=True,
         seed=lambda: branch.seed(item, turns.step),
-        room=branch.budget.room(),
     )
     kind = "tool_call" if isinstance(node, ir.ToolCall) else "agent_loop"
     completion: Completion = yield from ask(branch, item, sampling, branch.feed.push, kind=kind)

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from agentrt.errors import RequestError, UserError
+from agentrt.lang.budget import Budget
 from agentrt.lang.origin import caller
-from agentrt.lang.run import Budget
 from agentrt.lang.waiting import Promise, await_future, wait
 
 if TYPE_CHECKING:

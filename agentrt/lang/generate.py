@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrt.lang import ir
+from agentrt.lang.budget import Budget
 from agentrt.lang.reasoning import ReasoningSplitter
 from agentrt.lang.run import check_complete
 from agentrt.lang.values import CutValueError, InvalidValueError, ValueType
@@ -44,12 +45,10 @@ def generate(branch: Branch, item: Item) -> Generator[Future[Any], Any, None]:
 
 
 def sampling_of(branch: Branch, item: Item, attempt: int = 0) -> SamplingParams:
-    """The parameters of a gen's request: its own, the run's defaults, the seed, what the budget leaves."""
+    """The parameters of a gen's request: its own, the run's defaults, the seed."""
     node: ir.Gen = item.node
     own = node.sampling if node.value is None else {**node.sampling, **node.value.constraint}
-    return branch.run.sampling.params(
-        own, typed=node.value is not None, seed=lambda: branch.seed(item, attempt), room=branch.budget.room()
-    )
+    return branch.run.sampling.params(own, typed=node.value is not None, seed=lambda: branch.seed(item, attempt))
 
 
 def ask(
@@ -67,17 +66,36 @@ def ask(
         AgentrtError: The request's error.
         AbortedError: It was aborted.
     """
-    ids, tail = branch.prompt(heal=healing)
-    if branch.run.must_compact(len(ids), sampling.max_tokens):
-        branch.compact(branch.run.compact)
+    reserved = 0
+    if branch.budget.bounded:
+        sampling, reserved = yield from _within_budget(branch.budget, sampling)
+    try:
         ids, tail = branch.prompt(heal=healing)
-    request = branch.request(ids, sampling, tail=tail, seconds=getattr(item.node, "deadline", None))
-    began = branch.run.clock()
-    completion: Completion = yield branch.submit(request, show).future
-    branch.record(item, kind, request, completion.usage, began, completion.finish_reason)
+        if branch.run.must_compact(len(ids), sampling.max_tokens):
+            branch.compact(branch.run.compact)
+            ids, tail = branch.prompt(heal=healing)
+        request = branch.request(ids, sampling, tail=tail, seconds=getattr(item.node, "deadline", None))
+        began = branch.run.clock()
+        completion: Completion = yield branch.submit(request, show).future
+        branch.record(item, kind, request, completion.usage, began, completion.finish_reason)
+    finally:
+        if reserved:
+            branch.budget.release(reserved)
     check_complete(completion)
     branch.answered(completion, tail)
     return completion
+
+
+def _within_budget(budget: Budget, sampling: SamplingParams) -> Generator[Future[Any], Any, tuple[SamplingParams, int]]:
+    """Reserves what the answer may have; returns the parameters with their length cut to it, and what was reserved."""
+    samples, limit = sampling.n, sampling.max_tokens
+    if limit == 0:
+        return sampling, 0
+    reserved = yield from budget.reserve(None if limit is None else limit * samples, least=samples)
+    each = reserved // samples
+    if limit is None or each < limit:
+        sampling = sampling.replace(max_tokens=each, min_tokens=min(sampling.min_tokens, each))
+    return sampling, reserved
 
 
 def _heals(branch: Branch, node: ir.Gen) -> bool:

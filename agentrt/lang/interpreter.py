@@ -28,10 +28,11 @@ from typing import Any
 
 from agentrt.errors import AbortedError, PromptError, UserError
 from agentrt.lang import ir
+from agentrt.lang.budget import Budget
 from agentrt.lang.options import derive_seed
 from agentrt.lang.recording import Call
 from agentrt.lang.roles import spells_control_token
-from agentrt.lang.run import Asking, Budget, Run, made_request
+from agentrt.lang.run import Asking, Run, made_request
 from agentrt.lang.transcript import Piece, Transcript
 from agentrt.lang.variables import Feed, Variable, known
 from agentrt.lang.waiting import Promise

@@ -96,7 +96,6 @@ class Sampling:
         *,
         typed: bool = False,
         seed: Callable[[], int] = lambda: 0,
-        room: int | None = None,
     ) -> SamplingParams:
         """Returns the checked parameters of one gen.
 
@@ -104,29 +103,22 @@ class Sampling:
             own: The gen's own fields.
             typed: The answer is a typed value: its length is bounded by the context, not by the default limit.
             seed: Makes what this gen draws from, if it draws at all and brings no seed of its own.
-            room: Most tokens that are left to it (a budget); None for no bound.
         """
-        key = (typed, room, tuple(own.items()))
+        key = (typed, tuple(own.items()))
         try:
             made = self._made.get(key)
         except TypeError:  # a dict or list among the options
-            return self._seeded(self._make(own, typed, room), own, seed)
+            return self._seeded(self._make(own, typed), own, seed)
         if made is None:
-            made = self._make(own, typed, room)
+            made = self._make(own, typed)
             if len(self._made) < 1024:
                 self._made[key] = made
         return self._seeded(made, own, seed)
 
-    def _make(self, own: Mapping[str, Any], typed: bool, room: int | None) -> SamplingParams:
+    def _make(self, own: Mapping[str, Any], typed: bool) -> SamplingParams:
         merged: dict[str, Any] = self._defaults | dict(own)
         limit = None if typed and not self._limited else self._limit
         limit = merged.pop("max_tokens", limit)
-        if room is not None:
-            limit = room if limit is None else min(limit, room)
-        if limit is not None:
-            merged["min_tokens"] = (
-                min(merged.get("min_tokens", 0), limit) if room is not None else merged.get("min_tokens", 0)
-            )
         return SamplingParams(max_tokens=limit, **merged)
 
     def _seeded(self, made: SamplingParams, own: Mapping[str, Any], seed: Callable[[], int]) -> SamplingParams:

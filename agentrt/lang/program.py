@@ -19,10 +19,11 @@ from agentrt import backend as backends
 from agentrt.backend import Backend
 from agentrt.errors import UserError
 from agentrt.lang import batch, expressions, tracer
+from agentrt.lang.budget import Budget
 from agentrt.lang.interpreter import Branch
 from agentrt.lang.options import ALIASES, RUN_FIELDS, Sampling, sampling_fields
 from agentrt.lang.recording import Recording
-from agentrt.lang.run import Budget, Compact, Gate, Run
+from agentrt.lang.run import Compact, Gate, Run
 from agentrt.lang.state import AsyncState, Face, State
 from agentrt.lang.waiting import await_future, in_background, on_loop, wait
 from agentrt.observe import spans

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrt.backend import Backend, Collector, Sink
-from agentrt.errors import AbortedError, AgentrtError, RequestError
+from agentrt.errors import AbortedError, AgentrtError
+from agentrt.lang.budget import Budget
 from agentrt.lang.options import Sampling
 from agentrt.lang.recording import Call, Recording, ToolRun, report_of
 from agentrt.lang.roles import ChatRoles, chat_roles
@@ -41,74 +42,12 @@ def _no_compaction(groups: list[list[dict[str, Any]]]) -> list[list[dict[str, An
     return groups
 
 
-class BudgetError(RequestError):
-    """A program or a branch has used up the tokens it was given.
-
-    Attributes:
-        limit: Tokens that it was given.
-    """
-
-    def __init__(self, message: str, *, limit: int) -> None:
-        super().__init__(message)
-        self.limit = limit
-
-
 class Gate(Protocol):
     """Holds back a batch's first requests until their common prefix is known."""
 
     def submit(self, request: Request, sink: Sink) -> bool:
         """Takes the request, to be submitted later; False if the gate is open."""
         ...
-
-
-class Budget:
-    """Tokens and time that a run or a branch may use; a branch's is inside its parent's.
-
-    Tokens are counted when an answer is complete, and every answer's length is bounded by what is left when it begins;
-    branches that run at the same time may therefore together go beyond the limit, each by at most what it began with.
-    """
-
-    __slots__ = ("deadline", "outer", "tokens", "used")
-
-    def __init__(self, outer: Budget | None = None, tokens: int | None = None, seconds: float | None = None) -> None:
-        self.outer = outer
-        self.tokens = tokens
-        self.deadline = None if seconds is None else time.monotonic() + seconds
-        self.used = 0
-
-    def room(self) -> int | None:
-        """Tokens that are left, None for no bound.
-
-        Raises:
-            BudgetError: None are left.
-        """
-        own = None if self.tokens is None else self.tokens - self.used
-        if own is not None and own <= 0:
-            raise BudgetError(
-                f"the token budget of {self.tokens} is used up ({self.used} generated)", limit=self.tokens or 0
-            )
-        outer = self.outer.room() if self.outer is not None else None
-        return outer if own is None else own if outer is None else min(own, outer)
-
-    def spend(self, tokens: int) -> None:
-        """Counts generated tokens."""
-        self.used += tokens
-        if self.outer is not None:
-            self.outer.spend(tokens)
-
-    def seconds(self) -> float | None:
-        """Seconds that are left, None for no bound.
-
-        Raises:
-            AbortedError: The deadline has passed.
-        """
-        outer = self.outer.seconds() if self.outer is not None else None
-        if self.deadline is None:
-            return outer
-        own = self.deadline - time.monotonic()
-        if own <= 0:
-            raise AbortedError("the deadline of the program or branch has passed")
-        return own if outer is None else min(own, outer)
 
 
 class Asking:

@@ -16,10 +16,10 @@ from pydantic import BaseModel, field_validator
 import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a gen stays as it is)
 from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import AbortedError, ConstraintError, EngineError, QueueFullError, RequestError, UserError
+from agentrt.lang.budget import BudgetError
 from agentrt.lang.expressions import assistant, gen, gen_int, select, special, system, user
 from agentrt.lang.interpreter import UnknownVariableError
 from agentrt.lang.program import function
-from agentrt.lang.run import BudgetError
 from agentrt.lang.values import CutValueError, InvalidValueError
 from agentrt.request import SamplingParams
 
@@ -1017,6 +1017,42 @@ def test_a_branch_may_have_a_budget_of_its_own():
         return s["a"]
 
     assert [len(a) for a in program.run(backend=ScriptedBackend("defghijk")).ret_value] == [3, 3]
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_branches_that_run_at_the_same_time_never_generate_more_than_their_budget_together(inline):
+    @function
+    def program(s):
+        s += "Q"
+        forks = s.fork(300)
+        forks += lambda i: f"{i}: " + gen("a", max_tokens=10)
+        forks.join(return_exceptions=True)
+        return s["a"]
+
+    backend = ScriptedBackend(lambda text, request: "abc" if text.endswith("0: ") else "a", inline=inline)
+    state = program.run(backend=backend, token_budget=200)
+    answers, refused = [a for a in state.ret_value if isinstance(a, str)], [a for a in state.ret_value if not isinstance(a, str)]
+    assert 180 <= backend.stats()["generated_tokens"] <= 200
+    assert all(isinstance(error, BudgetError) for error in refused)
+    assert refused
+    # Nobody was cut for what others had reserved and did not use: only who came last had less than it asked for.
+    assert sum(request.sampling.max_tokens < 10 for request in backend.requests) <= 9
+    assert len(answers) == len(backend.requests)
+
+
+def test_a_branch_that_waits_for_tokens_can_be_cancelled_and_the_others_get_them():
+    @function
+    def program(s):
+        s += "Q"
+        first, second, third = s.fork(3)
+        first += "1" + gen("a", max_tokens=10)
+        second += "2" + gen("a", max_tokens=10)
+        third += "3" + gen("a", max_tokens=10)
+        second.cancel()
+        return first["a"], third["a"]
+
+    backend = ScriptedBackend(lambda text, request: Answer("abc", delay=0.02))
+    assert program.run(backend=backend, token_budget=12).ret_value == ("abc", "abc")
 
 
 def test_cancelling_a_program_frees_its_requests():
