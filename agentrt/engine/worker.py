@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrt.config import EngineConfig, Limits
+from agentrt.engine import collector
 from agentrt.engine.assembly import build_engine
 from agentrt.engine.deadlines import Deadlines
 from agentrt.engine.engine import EngineCore
@@ -37,7 +38,7 @@ Inbox = queue.SimpleQueue[Message]
 Send = Callable[[Message], None]
 
 #: What may be called between steps.
-CALLS = ("flush_cache", "cached_prefix", "hold", "end_program", "load", "stats", "hot_paths")
+CALLS = ("flush_cache", "cached_prefix", "hold", "end_program", "load", "stats", "hot_paths", "under_way")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,8 @@ class Worker:
         self._open = False
 
 
-def start(order: WorkerOrder, inbox: Inbox, send: Send) -> None:
-    """Builds the engine and runs it in this thread until it is closed; an engine that cannot be built says why."""
+def start(order: WorkerOrder, inbox: Inbox, send: Send, built: Callable[[], None] | None = None) -> None:
+    """Builds the engine, calls `built`, and runs it in this thread until it is closed; an engine that cannot be built says why."""
     try:
         tokenizer = load_tokenizer(str(order.folder))
         core, facts = build_engine(order.config, order.folder, tokenizer)
@@ -189,6 +190,8 @@ def start(order: WorkerOrder, inbox: Inbox, send: Send) -> None:
         known = isinstance(error, AgentrtError)
         send(("failed", error if known else EngineError(f"the engine did not start: {error!r}\n{traceback.format_exc()}")))
         return
+    if built is not None:
+        built()
     send(("ready", facts))
     Worker(core, tokenizer, order.config.limits, inbox, send).run()
 
@@ -200,7 +203,7 @@ def main() -> None:
     inbox: Inbox = queue.SimpleQueue()
     order = WorkerOrder(*reader.recv())
     threading.Thread(target=_read, args=(reader, inbox), daemon=True).start()
-    start(order, inbox, _sender(writer))
+    start(order, inbox, _sender(writer), built=collector.settle)
 
 
 def _read(reader: Connection, inbox: Inbox) -> None:
