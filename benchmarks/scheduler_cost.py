@@ -1,8 +1,8 @@
 """What scheduling costs: planning with 10,000 waiting, matching and evicting in a large tree, a plain decode step. One core, its own time.
 
 Planning is measured in three equal runs, and of each step the quickest of the three counts, so that what other processes of the
-machine did to it is left out. Python's garbage collector is off here: what its passes cost is a row of its own, without and with what the
-engine's process does about it (`agentrt/engine/collector.py`).
+machine did to it is left out. Python's garbage collector is off here; what the engine's process does about it is in
+`agentrt/engine/collector.py`.
 
     OMP_NUM_THREADS=1 python benchmarks/scheduler_cost.py [--json results.json]
 """

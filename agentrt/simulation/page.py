@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
+from typing import Any
+
+import numpy as np
 
 from agentrt.simulation.charts import Line, line_chart, short
 from agentrt.simulation.report import Report, Spread
 from agentrt.simulation.simulator import CallRecord
 from agentrt.simulation.timeline import Moment
+
+INTERVALS = 80
+"""Intervals of time for which percentiles of calls are drawn."""
 
 _STYLE = """
 :root { --ink: #1b1f24; --dim: #66707a; --rule: #e3e6ea; --back: #ffffff; --c0: #1f6feb; --c1: #d1570b; --c2: #1a7f4b; --c3: #8250df; }
@@ -31,20 +37,28 @@ svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; 
 
 def page(report: Report, records: Sequence[CallRecord]) -> str:
     """The page's HTML."""
-    setup = ", ".join(f"{name} {_value(value)}" for name, value in report.setup.items())
+    answered = [record for record in records if not record.error]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(report.trace)}: simulation</title><style>{_STYLE}</style></head><body>
 <h1>{escape(report.trace)}: {report.calls:,} calls{f" of {report.programs:,} programs" if report.programs else ""}</h1>
-<p>The real scheduler, tree and page pool; virtual time from a cost model. {escape(setup)}.</p>
+<p>The real scheduler, tree and page pool; virtual time from a cost model.</p>
+<p>{escape(_setup(report.setup))}.</p>
 <div class="row">{"".join(_figure(*figure) for figure in _figures(report))}</div>
 <h2>Seconds</h2>{_table(report)}
-<h2>Over time</h2><div class="charts">{"".join(_over_time(report.moments))}{_spread_chart(records)}</div>
+<h2>Over time</h2><div class="charts">{"".join([*_times_over_time(answered), *_over_time(report)])}{_spread_chart(answered)}</div>
 </body></html>
 """
 
 
+def _setup(setup: dict[str, Any]) -> str:
+    """The engine's settings, in words; what was not set is left out."""
+    return ", ".join(f"{name.replace('_', ' ')} {_value(value)}" for name, value in setup.items() if value is not None)
+
+
 def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return " + ".join(f"{price:g} s a {name}" for name, price in value.items() if price)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
@@ -83,17 +97,56 @@ def _table(report: Report) -> str:
     return f"<table><tr><th></th><th>mean</th><th>p50</th><th>p90</th><th>p99</th><th>worst</th></tr>{rows}</table>"
 
 
-def _over_time(moments: Sequence[Moment]) -> list[str]:
+def _times_over_time(records: Sequence[CallRecord]) -> list[str]:
+    """Of the calls whose first token, or last, came in an interval: how long it took, and how much of their prompts was found."""
+    first = _Intervals(records, lambda record: record.first_token)
+    last = _Intervals(records, lambda record: record.ended)
+    return [
+        line_chart("To the first token", first.spread(lambda record: record.first_token - record.due), y="seconds"),
+        line_chart("To the last token", last.spread(lambda record: record.ended - record.due), y="seconds"),
+        line_chart("Hit rate", [first.hit_rate()], y="% of the prompt tokens"),
+    ]
+
+
+class _Intervals:
+    """Calls by the interval of time in which something came for them; intervals in which nothing came are left out."""
+
+    def __init__(self, records: Sequence[CallRecord], came: Callable[[CallRecord], float]) -> None:
+        width = max((came(record) for record in records), default=0.0) / INTERVALS or 1.0
+        calls: dict[int, list[CallRecord]] = {}
+        for record in records:
+            calls.setdefault(min(int(came(record) / width), INTERVALS - 1), []).append(record)
+        self._middles = [(number + 0.5) * width for number in sorted(calls)]
+        self._calls = [calls[number] for number in sorted(calls)]
+
+    def spread(self, time: Callable[[CallRecord], float]) -> list[Line]:
+        """Median and 99th percentile of a time, interval by interval."""
+        times = [np.array([time(record) for record in calls]) for calls in self._calls]
+        return [
+            Line(name, self._middles, [float(np.percentile(some, level, method="higher")) for some in times])
+            for name, level in (("median", 50), ("99th percentile", 99))
+        ]
+
+    def hit_rate(self) -> Line:
+        """Share of the prompt tokens that were found, interval by interval."""
+        shares = [
+            100 * sum(record.cached_tokens for record in calls) / sum(len(record.call.prompt) for record in calls)
+            for calls in self._calls
+        ]
+        return Line("hit rate", self._middles, shares)
+
+
+def _over_time(report: Report) -> list[str]:
+    moments: Sequence[Moment] = report.moments
     xs = [moment.time for moment in moments]
+    share = 100 * report.setup["page_size"] / report.setup["pool_tokens"]
 
-    def line(name: str, of: str) -> Line:
-        return Line(name, xs, [float(getattr(moment, of)) for moment in moments])
+    def line(name: str, of: str, scale: float = 1.0) -> Line:
+        return Line(name, xs, [scale * getattr(moment, of) for moment in moments])
 
-    hits = Line("hit rate", xs, [100 * moment.hit_tokens / max(moment.asked_tokens, 1) for moment in moments])
     return [
         line_chart("Sequences", [line("running", "running"), line("waiting", "waiting")]),
-        line_chart("Pages", [line("in the tree", "pages_cached"), line("in use", "pages_used")]),
-        line_chart("Tokens found, so far", [hits], y="% of those looked for at admission"),
+        line_chart("Occupancy of pages", [line("in the tree", "pages_cached", share), line("in use", "pages_used", share)], y="% of the pool"),
         line_chart("Tokens evicted, so far", [line("evicted", "evicted_tokens")]),
         line_chart("Preemptions, so far", [line("preemptions", "preemptions")]),
         line_chart("Calls ended, so far", [line("ended", "ended")]),

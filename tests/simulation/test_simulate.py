@@ -28,7 +28,9 @@ def test_report_and_page(tmp_path, capsys):
     assert "<script" not in page
     assert not re.search(r"""(src|href)=|https?://|url\(""", page)
     charts = re.findall(r"<svg.*?</svg>", page, re.S)
-    assert len(charts) >= 7
+    assert len(charts) == 9
+    for what in ("To the first token", "To the last token", "Hit rate", "Occupancy", "evicted", "Preemptions"):
+        assert any(what in chart for chart in charts)
     for chart in charts:
         lines = ElementTree.fromstring(chart).findall("polyline")
         assert lines
