@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import agentrt
@@ -38,20 +37,10 @@ def restock(s, request: str):
     s += agentrt.tool_call("calls", TOOLS, choice="required", max_tokens=100)
 
 
-def waiting(state: agentrt.State) -> list[agentrt.Call]:
-    """The calls that wait for approval, as soon as there are any."""
-    end = time.monotonic() + 120
-    while not (calls := state.pending_calls()):
-        if time.monotonic() > end:
-            raise SystemExit(f"nothing to approve: {state.messages()[-1]}")
-        time.sleep(0.01)
-    return calls
-
-
 def ask(saved: Path) -> None:
     """Runs until a call waits for approval, and saves the program."""
     state = restock.run("Check the stock of lanterns, and order 12 lanterns.", temperature=0, stream=True)
-    for call in waiting(state):
+    for call in state.wait_for_approval():
         print(f"waits for approval: {call.name}({call.arguments})")
     state.save(saved)
     state.cancel()
@@ -61,8 +50,8 @@ def ask(saved: Path) -> None:
 def decide(saved: Path, approved: bool) -> agentrt.State:
     """Loads the program, decides, and lets it go on: the body is not saved, so what follows is written here."""
     state = agentrt.resume(saved, tools=TOOLS)
-    waiting(state)
-    (state.approve if approved else state.deny)()
+    while state.wait_for_approval():
+        (state.approve if approved else state.deny)()
     for call in state["calls"]:
         print(f"{call.name}: {call.text()}")
     state += agentrt.user("What came of it? Answer in one sentence.")

@@ -253,8 +253,13 @@ def _await_approval(branch: Branch, turns: Turns) -> Waits:
     for call in turns.calls:
         if call.approved is None:
             turns.decided[call.id] = Promise()
-    for call in list(turns.waiting):
+    waiting = list(turns.waiting)
+    if not waiting:
+        return
+    branch.park()
+    for call in waiting:
         yield turns.decided[call.id]
+    branch.unpark()
 
 
 def _start(branch: Branch, item: Item, turns: Turns, tools: dict[str, Tool], call: Call) -> Future[Any] | None:

@@ -189,6 +189,7 @@ class Branch:
         self.error: BaseException | None = None
         self.inherited = self.seen = self.cancelled = False
         self.forks = 0
+        self._parking: Promise[None] | None = None  # done while tool calls wait for approval
         self._expected: dict[str, Future[Variable]] = {}
         self._queue: deque[Item] = deque()
         self.number = 0
@@ -245,6 +246,26 @@ class Branch:
     def mark(self) -> Future[Any]:
         """Returns a future that is done when everything appended so far has run; fails with the branch's error."""
         return self.look(lambda _: None)
+
+    def parked(self) -> Future[None]:
+        """Returns a future that is done when tool calls of this branch wait for approval; it is at once if they do."""
+        with self.run.lock:
+            if self._parking is None:
+                self._parking = Promise()
+            return self._parking
+
+    def park(self) -> None:
+        """Says that tool calls wait for approval."""
+        self.parked()
+        with self.run.lock:
+            parking = self._parking
+        if parking is not None:
+            parking.offer(None)
+
+    def unpark(self) -> None:
+        """Says that every call has been decided."""
+        with self.run.lock:
+            self._parking = None
 
     def expect(self, name: str) -> Future[Variable]:
         """Returns the future of a variable that the body may not have come to yet."""

@@ -23,7 +23,7 @@ from agentrt.lang.recording import Recording, report_of
 from agentrt.lang.run import Run
 from agentrt.lang.tools import Call
 from agentrt.lang.variables import Variable
-from agentrt.lang.waiting import await_future, wait
+from agentrt.lang.waiting import after, await_future, first_of, wait
 from agentrt.observe.report import Report
 
 
@@ -155,6 +155,23 @@ class Face:
     def pending_calls(self) -> list[Call]:
         """Tool calls that wait for someone to `approve` or `deny` them, in this branch."""
         return [] if self._turns is None else self._turns.waiting
+
+    def _approval_or_end(self, timeout: float | None) -> Future[None]:
+        """A future of the moment when calls wait for approval, everything has run or failed, or the time is up."""
+        branch, run = self._branch, self._run
+        ends = [run.done] if not self._inside and not branch.path else [branch.mark(), run.done]
+        return first_of(branch.parked(), *ends, *([after(timeout)] if timeout is not None else []))
+
+    def _waiting_now(self) -> list[Call]:
+        """The calls that wait.
+
+        Raises:
+            AgentrtError: The state's own error, if it failed.
+        """
+        if self._branch.error is not None:
+            self._shown()
+            raise self._branch.error
+        return self.pending_calls()
 
     def approve(self, call_id: str | None = None, arguments: Mapping[str, Any] | None = None) -> None:
         """Lets a waiting call run; every waiting call if none is named.
@@ -325,6 +342,23 @@ class State(Face):
         values: dict[str, Any] = self._wait(self._look(snapshot))
         return values
 
+    def wait_for_approval(self, timeout: float | None = None) -> list[Call]:
+        """Waits until tool calls wait for approval, and returns them; an empty list if everything ran without any.
+
+        A loop may come to calls that need approval again and again, so ask until there are none::
+
+            while calls := state.wait_for_approval():
+                state.approve()
+
+        Args:
+            timeout: Most seconds to wait; the list is then empty too. None waits as long as it takes.
+
+        Raises:
+            AgentrtError: The error that the state failed with.
+        """
+        self._wait(self._approval_or_end(timeout))
+        return self._waiting_now()
+
     def sync(self) -> None:
         """Waits for everything that was appended (from outside the body: for the run's end); raises the state's error."""
         if not self._inside and not self._branch.path:
@@ -451,6 +485,11 @@ class AsyncState(Face):
     async def tokens_left(self) -> int:
         """See `State.tokens_left`."""
         return int(await self._wait(self._look(_tokens_left)))
+
+    async def wait_for_approval(self, timeout: float | None = None) -> list[Call]:
+        """See `State.wait_for_approval`."""
+        await self._wait(self._approval_or_end(timeout))
+        return self._waiting_now()
 
     async def sync(self) -> None:
         """See `State.sync`."""

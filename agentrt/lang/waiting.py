@@ -180,6 +180,22 @@ async def await_future(future: Future[T]) -> T:
     return future.result()
 
 
+def first_of(*futures: Future[Any]) -> Future[None]:
+    """Returns a future that is done when one of these is, whatever its outcome."""
+    first: Promise[None] = Promise()
+    for future in futures:
+        future.add_done_callback(lambda _: first.offer(None))
+    return first
+
+
+def after(seconds: float) -> Future[None]:
+    """Returns a future that is done when so many seconds have passed."""
+    done: Promise[None] = Promise()
+    loop = event_loop()
+    loop.call_soon_threadsafe(loop.call_later, seconds, done.offer, None)
+    return done
+
+
 def in_background(body: Callable[[], T]) -> Future[T]:
     """Starts `body` on a worker and returns the future of what it returns."""
     done: Promise[T] = Promise()

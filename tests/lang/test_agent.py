@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel, field_validator
 
 import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a gen stays as it is)
-from agentrt.backends.scripted import ScriptedBackend
-from agentrt.errors import RequestError, UserError
+from agentrt.backends.scripted import Answer, ScriptedBackend
+from agentrt.errors import AbortedError, RequestError, UserError
 from agentrt.lang.agent import StepsError, agent_loop, tool_call
 from agentrt.lang.expressions import assistant, gen, system, user
 from agentrt.lang.program import function
@@ -345,6 +345,33 @@ def test_a_tool_that_needs_approval_parks_the_program_until_it_is_decided(approv
     assert state["answer"] == "done"
     assert ran == (["something else"] if approved else [])
     assert state.messages()[2]["content"] == ("launched something else" if approved else "Error: not today")
+
+
+def test_waiting_for_an_approval_ends_when_none_is_needed_when_the_program_fails_and_when_the_time_is_up():
+    @tool(approve=True)
+    def launch(what: str) -> str:
+        """Launches."""
+        return what
+
+    assert asks.run([launch], backend=turns("Nothing to do."), stream=True).wait_for_approval() == []
+    slow = asks.run([launch], backend=ScriptedBackend(lambda t, r: Answer("x", delay=60)), stream=True)
+    assert slow.wait_for_approval(timeout=0.02) == []
+    slow.cancel()
+    with pytest.raises(AbortedError):
+        slow.wait_for_approval()
+
+    @function
+    async def native(s):
+        s += user("Go.")
+        s += agent_loop("answer", [launch])
+        seen = []
+        while waiting := await s.wait_for_approval():
+            seen += [call.name for call in waiting]
+            s.approve()
+        return seen, await s["answer"]
+
+    again = [calls(("launch", {"what": "1"})), calls(("launch", {"what": "2"})), "done"]
+    assert native.run(backend=turns(*again)).ret_value == (["launch", "launch"], "done")
 
 
 # ------------------------------------------------------------------------- replay

@@ -111,6 +111,43 @@ def test_a_program_that_waits_for_approval_resumes_from_disk(tmp_path):
     assert "launched" in again.tokenizer.decode(again.requests[0].prompt_ids)
 
 
+def test_a_loop_that_comes_to_an_approval_again_is_saved_and_resumed_again(tmp_path):
+    ran = []
+
+    @tool(approve=True)
+    def launch(what: str) -> str:
+        """Launches."""
+        ran.append(what)
+        return f"launched {what}"
+
+    @function
+    def program(s):
+        s += user("Launch both.")
+        s += agent_loop("answer", [launch], max_steps=3)
+
+    state = program.run(backend=ScriptedBackend(call("launch", what="first")), stream=True)
+    path = str(tmp_path / "parked.json")
+    assert [c.arguments for c in state.wait_for_approval()] == [{"what": "first"}]
+    state.save(path)
+    state.cancel()
+
+    later = resume(path, backend=ScriptedBackend(call("launch", what="second")), tools=[launch])
+    assert [c.arguments for c in later.wait_for_approval()] == [{"what": "first"}]
+    later.approve()
+    assert [c.arguments for c in later.wait_for_approval()] == [{"what": "second"}]
+    assert ran == ["first"]
+    later.save(path)
+    later.cancel()
+
+    last = resume(path, backend=ScriptedBackend("Both are up."), tools=[launch])
+    decided = 0
+    while last.wait_for_approval():
+        last.approve()
+        decided += 1
+    assert (decided, ran, last["answer"]) == (1, ["first", "second"], "Both are up.")
+    assert [c["result"] for c in last.get_meta_info("answer")["calls"]] == ["launched first", "launched second"]
+
+
 def test_a_state_resumes_in_another_process(tmp_path):
     path = tmp_path / "state.json"
     state = chat.run(backend=ScriptedBackend("Hi there. x"), seed=1)
