@@ -11,7 +11,7 @@ from typing import Any
 from agentrt.backend import Message, Tokenizer
 from agentrt.config import Limits
 from agentrt.errors import PromptError, TooLongError, UserError
-from agentrt.grammar.spec import spec_from
+from agentrt.grammar.spec import FIELDS, spec_from
 from agentrt.request import Request, SamplingParams
 from agentrt.text.stop import StopMatcher
 
@@ -100,8 +100,8 @@ def admit(request: Request, limits: Limits, *, max_context: int, kv_tokens: int,
     changes: dict[str, Any] = {}
     spec = spec_from(request.sampling)
     if spec is not None:
-        size = len(spec.source.encode())
-        _at_most("the constraint", size, limits.grammar_bytes, "bytes", "grammar")
+        field = FIELDS[spec.kind]
+        _at_most(field, len(spec.source.encode("utf-8", "surrogatepass")), limits.grammar_bytes, "bytes", field)
         if request.sampling.strict and not spec.strict:
             spec = replace(spec, strict=True)
         changes = dict.fromkeys(("json_schema", "regex", "choices", "ebnf", "tools")) | {"grammar": spec}

@@ -27,6 +27,7 @@ from agentrt.grammar.killable import TooManyStatesError
 from agentrt.grammar.ledger import Entry, Ledger, Standing, checked
 from agentrt.grammar.llguidance_matcher import LlguidanceMatcher, compiled_template
 from agentrt.grammar.normalize import Attempt, normalize
+from agentrt.grammar.spec import FIELDS
 from agentrt.grammar.verify import Verdict, verifier_of
 from agentrt.grammar.vocabulary import Vocabulary, vocabulary_of
 from agentrt.request import GrammarSpec
@@ -136,11 +137,11 @@ def compile(spec: GrammarSpec, tokenizer: Tokenizer, strict: bool = False) -> Co
 def _compile(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> CompiledGrammar:
     size = len(spec.source.encode("utf-8", "surrogatepass"))
     if size > limits.grammar_bytes:
-        raise GrammarError(f"the {spec.kind} has {size:,} bytes; the limit is {limits.grammar_bytes:,}", param=_FIELD[spec.kind])
+        raise GrammarError(f"the {spec.kind} has {size:,} bytes; the limit is {limits.grammar_bytes:,}", param=FIELDS[spec.kind])
     try:
         parts = _KINDS[spec.kind](spec, vocabulary, limits)
     except GrammarError as error:
-        error.param = error.param or _FIELD[spec.kind]
+        error.param = error.param or FIELDS[spec.kind]
         raise
     loose = checked(parts.ledger)
     if spec.strict and loose:
@@ -149,12 +150,9 @@ def _compile(spec: GrammarSpec, vocabulary: Vocabulary, limits: Limits) -> Compi
             f"strict is set, but {first.keyword!r} at {first.pointer or '/'!r} can only be checked at the end ({first.why})",
             pointer=first.pointer,
             keyword=first.keyword,
-            param=_FIELD[spec.kind],
+            param=FIELDS[spec.kind],
         )
     return CompiledGrammar(spec, parts.ledger, parts.engine, vocabulary, parts.matcher, parts.verify, parts.nbytes)
-
-
-_FIELD = {"json_schema": "json_schema", "regex": "regex", "choices": "choices", "lark": "ebnf", "tools": "tools", "structural": "grammar"}
 
 
 # ---- llguidance

@@ -23,6 +23,8 @@ from agentrt.errors import ConstraintError, GrammarError
 from agentrt.request import GrammarSpec, SamplingParams
 
 Options = dict[str, str | int | bool]
+#: The field of a request that each kind of constraint comes from: what errors call it.
+FIELDS = {"json_schema": "json_schema", "regex": "regex", "choices": "choices", "lark": "ebnf", "tools": "tools", "structural": "grammar"}
 
 
 def _frozen(options: Options) -> tuple[tuple[str, str | int | bool], ...]:

@@ -8,6 +8,7 @@ validate is a violation.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Hashable, Iterator
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -100,9 +101,14 @@ def _divides(step: float, value: float) -> bool:
     return (Fraction(repr(value)) / Fraction(repr(step))).denominator == 1
 
 
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+    if validator.is_type(value, "string") and not re.search(pattern, value):
+        yield jsonschema.ValidationError(f"{value!r} does not match {schema.get(_AS_WRITTEN, pattern)!r}")
+
+
 @lru_cache(maxsize=8)
 def _extended(kind: Any) -> Any:
-    return jsonschema.validators.extend(kind, {"multipleOf": _multiple_of})
+    return jsonschema.validators.extend(kind, {"multipleOf": _multiple_of, "pattern": _pattern})
 
 
 # ---- patterns
@@ -110,6 +116,8 @@ def _extended(kind: Any) -> Any:
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _LITERAL = ("enum", "const", "default", "examples")
+#: Beside a translated pattern, the one that the schema's author wrote, for messages.
+_AS_WRITTEN = "x-agentrt-pattern"
 
 
 def _translated(schema: Any) -> Any:
@@ -118,7 +126,8 @@ def _translated(schema: Any) -> Any:
         return [_translated(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _translated_keyword(key, value) for key, value in schema.items()}
+    translated = {key: _translated_keyword(key, value) for key, value in schema.items()}
+    return {**translated, _AS_WRITTEN: schema["pattern"]} if isinstance(schema.get("pattern"), str) else translated
 
 
 def _translated_keyword(key: str, value: Any) -> Any:

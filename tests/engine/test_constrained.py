@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -179,26 +180,52 @@ def test_an_output_that_never_passes_fails_and_names_the_keyword(engine):
         engine.generate([5, 6], SamplingParams(json_schema=UNIQUE, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("constraint", "words"),
-    [
-        ({"regex": "foo**"}, r"\*"),
-        ({"regex": "(a{1,1000}){1,1000}"}, "."),
-        ({"json_schema": {"$ref": "#/nowhere"}}, "nowhere"),
-        ({"json_schema": {"$ref": "https://example.org/schema"}}, "example.org"),
-        ({"json_schema": ""}, "."),
-        ({"json_schema": {"type": "strin"}}, "strin"),
-        ({"choices": []}, "choice"),
-        ({"ebnf": "start: nothing"}, "nothing"),
-    ],
-    ids=str,
-)
-def test_a_bad_constraint_hurts_nobody_else(engine, constraint, words):
+TWO_CIRCLES = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+ENDLESS = {"type": "object", "properties": {"self": {"$ref": "#"}}, "required": ["self"]}
+BAD = {
+    "doubled repeat": ({"regex": "foo**"}, "regex", r"repeat of a repeat at offset 4"),
+    "repeat of a repeat": ({"regex": "(a{1,1000}){1,1000}"}, "regex", "1,000,000 copies.*20,000"),
+    "look-around": ({"regex": "a(?!b)c"}, "regex", "lookaround.*offset 1"),
+    "empty pattern": ({"regex": "a$b"}, "regex", "nothing can match"),
+    "nowhere": ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema", "nowhere"),
+    "network": ({"json_schema": {"$ref": "https://example.org/schema"}}, "json_schema", "example.org.*nothing is fetched"),
+    "circle": ({"json_schema": TWO_CIRCLES}, "json_schema", r"/\$defs/b.*in a circle"),
+    "endless": ({"json_schema": ENDLESS}, "json_schema", "requires itself"),
+    "deep": ({"json_schema": '{"items":' * 900 + "{}" + "}" * 900}, "json_schema", "deeper than"),
+    "empty text": ({"json_schema": ""}, "json_schema", "empty"),
+    "no such type": ({"json_schema": {"type": "strin"}}, "json_schema", "strin"),
+    "half a character": ({"json_schema": {"type": "\ud800"}}, "json_schema", "type"),
+    "no choices": ({"choices": []}, "choices", "choice"),
+    "no such rule": ({"ebnf": "start: nothing"}, "ebnf", "nothing"),
+    "strict": ({"json_schema": {"pattern": "a(?=b)"}, "strict": True}, "json_schema", "pattern"),
+}
+LARGE = {
+    "enum of 10 MB": ({"json_schema": {"enum": [f"value number {n:07}" for n in range(420_000)]}}, "json_schema", "bytes; at most 2000000"),
+    "explosion": ({"regex": "[ab]*a[ab]{24}"}, "regex", "needs more than 4 s"),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+def test_a_bad_constraint_hurts_nobody_else(engine, name):
+    """The error names the field and the place, soon; what runs beside it goes on, and what comes after it is answered."""
+    constraint, field, words = (BAD | LARGE)[name]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(engine.generate, [4, 5], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
-        with pytest.raises(agentrt.UserError, match=words):
+        begun = time.perf_counter()
+        with pytest.raises(agentrt.UserError, match=words) as caught:
             engine.generate([5], SamplingParams(max_tokens=10, **constraint))
+        assert time.perf_counter() - begun < 5
+        assert caught.value.param == field
+        assert len(str(caught.value)) < 700
         assert len(other.result(30).token_ids) == 40
+    assert engine.generate([5], SamplingParams(choices=["yes"])).text == "yes"
+
+
+def test_a_pattern_that_only_the_end_can_judge_fails_by_its_name(engine):
+    """Look-around in a schema's pattern is checked; what never passes says which pattern, as its author wrote it."""
+    pattern = "^(?=.*b)a{1,3}$"
+    with pytest.raises(agentrt.ConstraintError, match=re.escape(repr(pattern))):
+        engine.generate([5], SamplingParams(json_schema={"type": "string", "pattern": pattern}, seed=1, max_resamples=2, max_tokens=40))
 
 
 def test_samples_share_the_compiled_grammar_and_differ(engine):
