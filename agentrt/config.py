@@ -49,7 +49,7 @@ class CacheConfig:
     kv_tokens: int | None = None
     page_size: int | None = None
     prefix_cache: bool = True
-    eviction: Eviction = "lru"
+    eviction: Eviction = "program"
     hold_share: float = 0.5
     hold_seconds: float = 60.0
     check: bool = False

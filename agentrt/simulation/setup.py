@@ -36,7 +36,7 @@ class Setup:
     """
 
     policy: str = "lpm"
-    eviction: str = "lru"
+    eviction: str = "program"
     pool_tokens: int = 1 << 17
     page_size: int = 16
     step_tokens: int = 2048

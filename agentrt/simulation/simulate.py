@@ -27,7 +27,7 @@ def simulate(
     trace: str | Path | Trace,
     *,
     policy: str = "program",
-    eviction: str = "lru",
+    eviction: str = "program",
     pool: int | None = None,
     cost: str | CostModel = "gpu-8b",
     page_size: int | None = None,

@@ -201,6 +201,32 @@ def test_simulator_and_engine_agree_token_for_token(tmp_path, policy, page_size)
         valid.validate(json.loads(line))
 
 
+def test_a_prompt_of_4000_tokens_does_not_stall_those_who_decode():
+    """The gap between two tokens is bounded by what half a step takes; without the bound it is what the whole prompt takes."""
+    decoders, step_tokens = 12, 512
+    calls = [Call(n, 0.0, tuple(range(3 + n, 103 + n)), (*[4] * 300, END)) for n in range(decoders)]
+    calls += [Call(decoders + n, 2.0 + 4 * n, tuple(5 + (n + 7 * place) % 900 for place in range(4000)), (3, END)) for n in range(2)]
+    trace, setup = Trace("stall", tuple(calls)), Setup(pool_tokens=32_768, step_tokens=step_tokens, cost=COST)
+    bounded, halved, whole = (
+        simulate_trace(setup_of.simulator(trace))
+        for setup_of in (setup, replace(setup, prefill_tokens=step_tokens // 4), replace(setup, step_tokens=8192, prefill_tokens=8192))
+    )
+
+    def worst(run):  # once all decode, until the last of them has ended
+        begun = max(record.first_token for record in run.records if record.call.call_id < decoders)
+        assert begun < 2.0
+        return max(gap for gap, _ in run.gaps)
+
+    def step_of(prefill):  # both prompts and all decoders at once: more than any step of the run had
+        return COST.seconds(StepShape.of([*((400, 1) for _ in range(decoders)), (4000, prefill)]))
+
+    assert worst(bounded) <= step_of(step_tokens // 2)
+    assert worst(halved) <= step_of(step_tokens // 4)
+    assert worst(whole) >= 4 * worst(bounded) >= 4 * worst(halved)
+    for run in (bounded, halved, whole):
+        assert all(record.output == tuple(record.call.output) for record in run.records)
+
+
 def test_a_pool_four_times_too_small_ends_every_program():
     """Programs of every kind at once, in the room of one context or two."""
     for name in WORKLOADS:
