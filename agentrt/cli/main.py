@@ -245,7 +245,7 @@ def run(
 def simulate(
     trace: Annotated[str, typer.Argument(help="A file in agentrt's or Mooncake's form, or a generated workload's name.")],
     policy: Annotated[str | None, typer.Option(help="fcfs, lpm, dfs or program.", show_default="program")] = None,
-    eviction: Annotated[str | None, typer.Option(help="lru, lfu, slru, adaptive or program.", show_default="lru")] = None,
+    eviction: Annotated[str | None, typer.Option(help="lru, lfu, slru, adaptive or program.", show_default="program")] = None,
     pool: Annotated[int | None, typer.Option(help="Token slots of the KV store.", show_default="131072")] = None,
     cost_model: Annotated[str | None, typer.Option(help="A preset, a JSON file of prices, or a recorded trace to fit.", show_default="gpu-8b")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a page.", show_default="what suits the trace")] = None,
