@@ -259,7 +259,6 @@ def _await_approval(branch: Branch, turns: Turns) -> Waits:
     branch.park()
     for call in waiting:
         yield turns.decided[call.id]
-    branch.unpark()
 
 
 def _start(branch: Branch, item: Item, turns: Turns, tools: dict[str, Tool], call: Call) -> Future[Any] | None:

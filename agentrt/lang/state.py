@@ -213,6 +213,8 @@ class Face:
     def _decide(self, call: Call, approved: bool) -> None:
         turns = self._turns
         call.approved = approved
+        if turns is not None and not turns.waiting:
+            self._branch.unpark()  # before the calls run: what follows them may park again
         told = None if turns is None else turns.decided.get(call.id)
         if told is not None:
             told.set_result(None)
