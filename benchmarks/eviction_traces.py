@@ -1,9 +1,10 @@
 """Eviction policies on the Mooncake traces: tokens reused as a share of all, through the real tree, pool and prefix cache.
 
-    python benchmarks/eviction_traces.py [--pools 3000,10000,30000] [--policies lru,lfu,slru,adaptive] [--out eviction.json]
+    python benchmarks/eviction_traces.py [--pools 3000,10000,30000] [--policies lru,lfu,slru,adaptive] [--seeds 6] [--out eviction.json]
 
 Requests run one after another in arrival order; a block of 512 tokens is one page, so a request's block ids stand for its
-tokens. Answers are not in the traces and are not cached. The traces are found through AGENTRT_CORPORA, or in
+tokens. Answers are not in the traces and are not cached. `adaptive` looks at leaves by chance: with `--seeds 6` it is run with
+the seeds 0 to 5, and each is a line. The traces are found through AGENTRT_CORPORA, or in
 ../shared/data beside the checkout.
 """
 
@@ -16,6 +17,7 @@ import os
 import time
 from pathlib import Path
 
+from agentrt.cache.adaptive import Adaptive
 from agentrt.cache.eviction import eviction_policy
 from agentrt.cache.page_pool import PagePool
 from agentrt.cache.prefix_cache import PrefixCache
@@ -34,10 +36,11 @@ def load(name: str) -> list[list[int]]:
         return [json.loads(line)["hash_ids"] for line in lines]
 
 
-def reused(requests: list[list[int]], pool: int, policy: str) -> float:
+def reused(requests: list[list[int]], pool: int, policy: str, seed: int = 0) -> float:
     """Share of all blocks that were found in the cache."""
     clock = iter(range(10**9))
-    cache = PrefixCache(PagePool(pool, 1), eviction_policy(policy), clock=lambda: float(next(clock)))
+    order = Adaptive(seed) if policy == "adaptive" else eviction_policy(policy)
+    cache = PrefixCache(PagePool(pool, 1), order, clock=lambda: float(next(clock)))
     hits = total = 0
     for blocks in requests:
         lease = cache.acquire(blocks)
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--pools", default="3000,10000,30000")
     parser.add_argument("--policies", default="lru,lfu,slru,adaptive")
     parser.add_argument("--traces", default=",".join(TRACES))
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = []
@@ -64,9 +68,9 @@ def main() -> None:
         requests = load(trace)
         for pool in map(int, options.pools.split(",")):
             baseline = None
-            for policy in options.policies.split(","):
+            for policy, seed in _runs(options.policies, options.seeds):
                 began = time.perf_counter()
-                share = reused(requests, pool, policy)
+                share = reused(requests, pool, policy, seed)
                 baseline = share if policy == "lru" else baseline
                 ratio = share / baseline if baseline else float("nan")
                 seconds = time.perf_counter() - began
@@ -75,6 +79,7 @@ def main() -> None:
                         "trace": trace,
                         "blocks": pool,
                         "policy": policy,
+                        "seed": seed,
                         "reused": share,
                         "of_lru": ratio,
                         "seconds": seconds,
@@ -82,7 +87,12 @@ def main() -> None:
                 )
                 print(f"{trace:14}{pool:8,}  {policy:10}{share:8.1%}{ratio:8.2f}{seconds:9.1f}", flush=True)
     if options.out:
-        options.out.write_text(json.dumps({"seed": 0, "block_tokens": 512, "results": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"block_tokens": 512, "results": rows}, indent=1) + "\n")
+
+
+def _runs(policies: str, seeds: int) -> list[tuple[str, int]]:
+    """Each policy, and `adaptive` with each seed."""
+    return [(policy, seed) for policy in policies.split(",") for seed in range(seeds if policy == "adaptive" else 1)]
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def row_5_programs_known() -> Iterator[Row]:
         trace = workload(name, seed=SEED, rate=_rate(name, GPU, 1.0))
         pool = _quarter(trace, Future(trace.calls, 16))
         row: Row = {"workload": name, "pool": pool}
-        for eviction in ("lru", "program"):
+        for eviction in ("lru", "adaptive", "program"):
             result = run(trace, GPU, policy="program", eviction=eviction, pool_tokens=pool)
             calls = {call.call_id: call for call in trace.calls}
             belady = Future((calls[number] for number in result.order), 16).belady(pool).hit_rate

@@ -118,14 +118,18 @@ class Waits:
 
 
 class Adaptive:
-    """Least worth first; see the module."""
+    """Least worth first; see the module.
 
-    def __init__(self) -> None:
+    Args:
+        seed: Of the choice of leaves that are looked at: the same in every run.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
         self._history = RadixTree(1)  # one id a page of the cache's
         self._history.on_leaf = self._append_leaf
         self._oldest: OrderedDict[Node, None] = OrderedDict()  # leaves of the history
         self._now = 0  # pages asked for so far
-        self._random = random.Random(0)  # which leaves are looked at: the same in every run
+        self._random = random.Random(seed)
         self._leaves: list[Node] = []
         self._known: dict[Node, tuple[int, int, float, int]] = {}  # index in _leaves, class, last use, portion
         self._popped: tuple[Node | None, int] = (None, 0)
