@@ -132,6 +132,11 @@ class LocalBackend:
         stats: dict[str, Any] = self._call("stats")
         return stats
 
+    def under_way(self) -> dict[str, Any]:
+        """Where each request stands (`agentrt.engine.live_request.UnderWay`), by id, for an inspector."""
+        requests: dict[str, Any] = self._call("under_way")
+        return requests
+
     def hot_paths(self, limit: int = 20) -> list[Any]:
         """The hottest branches of the prefix tree (`agentrt.cache.prefix_cache.HotPath`), for an inspector."""
         paths: list[Any] = self._call("hot_paths", limit)

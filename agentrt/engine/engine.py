@@ -17,7 +17,7 @@ from agentrt.backend import FlushReport, Load, Tokenizer
 from agentrt.cache.prefix_cache import HotPath, PrefixCache
 from agentrt.engine.deadlines import Deadlines
 from agentrt.engine.executor import Executor
-from agentrt.engine.live_request import LiveRequest
+from agentrt.engine.live_request import LiveRequest, UnderWay
 from agentrt.engine.masks import MaskMaker
 from agentrt.engine.output import SampleOutput
 from agentrt.errors import AbortedError, AgentrtError
@@ -255,6 +255,10 @@ class EngineCore:
         """How busy it is."""
         used = 1 - self._cache.available_pages / self._cache.pool.total
         return Load(self._scheduler.running, self._scheduler.waiting, used)
+
+    def under_way(self) -> dict[str, UnderWay]:
+        """Where each request stands, by id, for an inspector."""
+        return {request_id: live.under_way() for request_id, live in self._live.items()}
 
     def hot_paths(self, limit: int) -> list[HotPath]:
         """The hottest branches of the prefix tree, for an inspector."""

@@ -9,7 +9,7 @@ from agentrt.engine.output import SampleOutput
 from agentrt.errors import AgentrtError, as_request_error
 from agentrt.request import Request, TokenDelta, TokenLogprob, Usage
 from agentrt.scheduling.scheduler import Update
-from agentrt.scheduling.sequence import Sequence
+from agentrt.scheduling.sequence import Sequence, Status
 
 
 @dataclass(slots=True)
@@ -19,6 +19,23 @@ class _Held:
     token_ids: list[int] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Where a request stands, for an inspector.
+
+    Attributes:
+        running: A sample of it is in the engine's steps.
+        cached_tokens: Prefix that was found in the tree; None before its admission.
+        computed_tokens: Tokens of its first sample whose KV exists now.
+        forward_passes: Steps it took part in.
+    """
+
+    running: bool
+    cached_tokens: int | None
+    computed_tokens: int
+    forward_passes: int
 
 
 class LiveRequest:
@@ -63,6 +80,12 @@ class LiveRequest:
             return
         if delta.token_ids or delta.text or delta.last or delta.finish_reason or delta.prompt_logprobs is not None:
             yield delta
+
+    def under_way(self) -> UnderWay:
+        """Where it stands."""
+        first = self.sequences[0]
+        running = any(sequence.status is Status.RUNNING for sequence in self.sequences)
+        return UnderWay(running, first.cached_tokens, first.computed_tokens, sum(sequence.forward_passes for sequence in self.sequences))
 
     def fail(self, error: AgentrtError) -> TokenDelta:
         """Ends the request with an error."""

@@ -19,6 +19,7 @@ from agentrt.grammar.ledger import Entry, Ledger, Standing
 from agentrt.grammar.normalize import Attempt, Normalized, normalize
 from agentrt.grammar.verify import Verdict, Verifier, verifier_of
 from agentrt.request import GrammarSpec
+from agentrt.text.bare_call import bare_head
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,13 @@ def _with_bare_calls(
     for function in offered:
         number = functions.index(function)
         normal = normalize(function["parameters"], prefix=f"t{number}.", attempt=attempt)
-        head = f'{{"{form.name_key}": {json.dumps(function["name"], ensure_ascii=False)}, "{form.arguments_key}": '
-        heads.append(regex_syntax.literal(head))
-        bare.append(f"bare_{number}")
-        rules += [f'bare_{number}: BARE_{number} bare_arguments_{number} "}}"', f"BARE_{number}: {_quoted(head)}", f"bare_arguments_{number}: {_json(normal.whole())}"]
-    not_bare = f"/(?s:.*)/ & ~/({regex_syntax.write(regex_syntax.Alt(tuple(heads)))})(?s:.*)/"
+        for kind, end in (("bare", r"/[ \n]{0,12}\}/"), ("fenced", r"/[ \n]{0,12}\}[ \n]{0,12}```/")):
+            head = _bare_head(form, function["name"], fenced=kind == "fenced")
+            heads.append(head)
+            bare.append(f"{kind}_{number}")
+            rules += [f"{kind}_{number}: {kind.upper()}_{number} bare_arguments_{number} {end}", f"{kind.upper()}_{number}: /{head}/"]
+        rules.append(f"bare_arguments_{number}: {_json(normal.whole())}")
+    not_bare = f"/(?s:.*)/ & ~/({'|'.join(heads)})(?s:.*)/"
     changed = {
         "start: TEXT |": "start: bare_call | TEXT |",
         "head[lazy]: /(?s:.*)/": "head[lazy]: BEFORE",
@@ -148,6 +151,13 @@ def _with_bare_calls(
     for old, new in changed.items():
         rules = [new + rule[len(old) :] if rule.startswith(old) else rule for rule in rules]
     return [*rules, f"bare_call: {' | '.join(bare)}", f"BEFORE: {not_bare}"]
+
+
+def _bare_head(form: CallForm, name: str, *, fenced: bool) -> str:
+    def escape(text: str) -> str:
+        return regex_syntax.write(regex_syntax.literal(text)).replace("/", r"\/")
+
+    return bare_head(name, form.name_key, form.arguments_key, escape=escape, fenced=fenced)
 
 
 def _any_call(
@@ -192,8 +202,9 @@ class _CallCheck:
 
     def _calls(self, text: str) -> Iterator[Any]:
         form = self.form
-        if form.bare and any(text.startswith(f'{{"{form.name_key}": {json.dumps(name, ensure_ascii=False)}, ') for name in self.verifiers):
-            form = replace(form, open="", begin="", end="")
+        if form.bare and self._bare(text):
+            yield _decoded(text, text.index("{"))[0]
+            return
         at = text.find(form.open) if form.open else 0
         while at >= 0:
             at = text.find(form.begin, at)
@@ -204,6 +215,11 @@ class _CallCheck:
             at += len(form.end)
             if form.begin == "":
                 at = at + len(form.separator) if text.startswith(form.separator, at) else -1
+
+    def _bare(self, text: str) -> bool:
+        form = self.form
+        heads = (bare_head(n, form.name_key, form.arguments_key, escape=re.escape, fenced=text.startswith("`")) for n in self.verifiers)
+        return any(re.match(head, text) for head in heads)
 
     def _violations(self, number: int, call: Any) -> list[str]:
         if not isinstance(call, dict):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrt.observe.metrics import Metrics, RequestTimes
-from agentrt.observe.spans import CallEnded, CallSpans
+from agentrt.observe.call_spans import CallEnded, CallSpans
 from agentrt.request import TokenDelta, Usage
 from agentrt.server.answers import Heard, SampleAnswer
 from agentrt.server.flight import Flight, FlightTable

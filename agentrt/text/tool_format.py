@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import regex
+
 from agentrt.errors import GrammarError, UserError
 from agentrt.request import GrammarSpec
+from agentrt.text.bare_call import bare_head
 
 Tool = Mapping[str, Any]
 
@@ -117,7 +120,7 @@ class FramedFormat:
         name: Of the family.
         trigger: From here on a text is a call; "" where a call is told from text by its first character, a brace.
         name_key, arguments_key: Keys of the call's object.
-        bare: An answer that begins as a call's object does is a call, though its frame is missing; small models forget it.
+        bare: An answer that begins as a call's object does is a call, though its frame is missing (see `bare_call`).
     """
 
     name: str
@@ -151,11 +154,19 @@ def _dumped(functions: Sequence[Tool]) -> str:
     return json.dumps(list(functions), ensure_ascii=False)
 
 
+def _bare_heads(form: FramedFormat, functions: Sequence[Tool]) -> regex.Pattern[str]:
+    heads = [
+        bare_head(function["name"], form.name_key, form.arguments_key, escape=re.escape, fenced=fenced)
+        for function in functions
+        for fenced in (False, True)
+    ]
+    return regex.compile("|".join(heads))
+
+
 class _FramedReader:
     def __init__(self, form: FramedFormat, functions: Sequence[Tool]) -> None:
         key = re.escape
-        heads = [f'{{"{form.name_key}": {_quoted(f["name"])}, "{form.arguments_key}": ' for f in functions]
-        self._bare_heads = heads if form.bare else []  # what only the beginning of an answer may be
+        self._bare = _bare_heads(form, functions) if form.bare else None  # what only the beginning of an answer may be
         string = r'"((?:[^"\\]|\\.)*)"'
         self._form = form
         self._head = re.compile(rf'\{{\s*"{key(form.name_key)}"\s*:\s*{string}\s*,\s*"{key(form.arguments_key)}"\s*:\s*(?=\S)')
@@ -195,11 +206,11 @@ class _FramedReader:
         if not self._form.trigger:
             said, self._held = self._held, ""
             return [Said(said)]
-        if self._bare_heads:
-            if any(head.startswith(self._held) for head in self._bare_heads):
+        if self._bare is not None:
+            begun = self._bare.match(self._held, partial=True)
+            if begun is not None and begun.partial:
                 return None
-            self._calling = self._held.startswith(tuple(self._bare_heads))
-            self._bare_heads = []
+            self._calling, self._bare = begun is not None, None
             return []
         before, found, after = self._held.partition(self._form.trigger)
         if found:

@@ -434,3 +434,8 @@ def test_hot_paths_show_what_serves_most():
     assert hottest.first_ids == (7,) * 10
     assert (hottest.tokens, hottest.nodes, hottest.hits) == (25, 4, 20)
     assert len(cache.hot_paths(2)) == 2
+    paths = cache.hot_paths(20)
+    for path in paths:  # each part begins where the one above it ends
+        above = None if path.parent is None else paths[path.parent]
+        assert (path.start == 0) if above is None else (path.start > above.start)
+    assert any(path.parent is not None for path in paths)

@@ -61,11 +61,11 @@ def test_a_calls_span_follows_the_conventions_and_joins_the_callers_trace(collec
 
     backend = ScriptedBackend(script)
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    with live(backend) as server:
-        with server.client(headers={"traceparent": f"00-{trace_id}-{parent_id}-01", "x-agentrt-program": "p"}) as http:
-            ask = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 9, "temperature": 0.5}
-            answer = http.post("/v1/chat/completions", json=ask).json()
-            http.post("/v1/completions", json={"prompt": "bad"})
+    headers = {"traceparent": f"00-{trace_id}-{parent_id}-01", "x-agentrt-program": "p"}
+    with live(backend) as server, server.client(headers=headers) as http:
+        ask = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 9, "temperature": 0.5}
+        answer = http.post("/v1/chat/completions", json=ask).json()
+        http.post("/v1/completions", json={"prompt": "bad"})
     backend.close()
     good, bad = sorted(collector, key=lambda span: span.start_time_unix_nano)
     told = attributes(good)
@@ -87,7 +87,7 @@ def test_a_calls_span_follows_the_conventions_and_joins_the_callers_trace(collec
 
 
 def test_without_an_endpoint_nothing_is_sent(monkeypatch):
-    from agentrt.observe.spans import spans_from_environment
+    from agentrt.observe.call_spans import spans_from_environment
 
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)

@@ -193,3 +193,44 @@ def test_a_call_without_its_frame_is_a_call():
         assert accepts(spec, tokenizer, text) == allowed, text
         if allowed and not text.startswith(('{"name": "look_up", "arg', "Hm", '{"a')):
             assert read(read_whole(form.reader(TOOLS), text)) == (text, [])
+
+
+FENCED = [
+    '```json\n{"name": "look_up", "arguments": {"text": "a"}}\n```',
+    '```json\n{\n  "name": "look_up",\n  "arguments": {"text": "a"}\n}\n```',
+    '```\n{"name":"look_up","arguments":{"text": "a"}}```',
+    '{\n "name": "look_up",\n "arguments": {"text": "a"}\n}',
+]
+NO_CALL = [
+    '```json\n{"name": "Anna", "age": 31}\n```',
+    '```json\n[1, 2]\n```',
+    '```python\nlook_up("a")\n```',
+    'As JSON:\n```json\n{"name": "look_up", "arguments": {"text": "a"}}\n```',
+    '```json\n{"name": "look_up", "age": 1}\n```',
+    "```js",
+    '```json\n{"name": "look_',
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_call_in_a_fence_is_a_call_and_other_fences_are_text(size):
+    for text in FENCED + NO_CALL:
+        reader = FORMATS["hermes"].reader(TOOLS)
+        events = [event for at in range(0, len(text), size) for event in reader.feed(text[at : at + size])] + reader.finish()
+        assert read(events) == (("", [("look_up", {"text": "a"})]) if text in FENCED else (text, [])), text
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_call_in_a_fence_is_constrained():
+    from agentrt.grammar import compile
+    from agentrt.text import load_tokenizer
+
+    tokenizer = load_tokenizer("smollm2-135m")
+    spec = FORMATS["hermes"].grammar(TOOLS, Choice("auto"))
+    compiled = compile(spec, tokenizer)
+    for text in FENCED + NO_CALL:
+        assert accepts(spec, tokenizer, text), text
+        assert compiled.verify(text) == []
+    for text in (FENCED[0] + " and more", FENCED[0].replace('"a"', "3"), FENCED[1].replace("text", "test"), FENCED[0][:-3]):
+        assert not accepts(spec, tokenizer, text), text
