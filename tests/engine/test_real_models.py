@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import random
+import re
 
 import jsonschema
 import pytest
 
-from agentrt import Engine, FinishReason, SamplingParams
+from agentrt import ConstraintError, Engine, FinishReason, SamplingParams
+from agentrt.grammar.verify import verifier_of
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -69,3 +73,35 @@ def test_required_tool_calls_always_parse_validate_and_name_an_offered_tool(corp
         jsonschema.validate(call["arguments"], tools[call["name"]])
     assert sum(c.finish_reason is FinishReason.LENGTH for c in completions) <= max(count // 20, 1)
     assert forced / total > 0.15
+
+
+async def answers(engine, requests):
+    """Completions, or the errors of those that failed; none hurts the others."""
+    return await asyncio.gather(*(engine.agenerate(prompt, sampling) for prompt, sampling in requests), return_exceptions=True)
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "qwen2.5-coder-0.5b"])
+@pytest.mark.parametrize(("count", "bound"), [(5, 60), pytest.param(234, 400, marks=pytest.mark.proof)])
+def test_real_schemas_at_temperature_1_every_document_validates_or_says_that_it_was_cut(corpora, model, count, bound):
+    lines = [json.loads(line) for line in (corpora / "structured" / "maskbench_sample.jsonl").read_text().splitlines()]
+    sample = random.Random(7).sample(lines, count)
+    with Engine(model, process=False) as engine:
+        prompt = engine.tokenizer.encode("An example of a document with this schema, in JSON: ")
+        requests = [(prompt, SamplingParams(json_schema=line["schema"], temperature=1, seed=n, max_tokens=bound)) for n, line in enumerate(sample)]
+        answered = asyncio.run(answers(engine, requests))
+    finished = 0
+    for line, answer in zip(sample, answered, strict=True):
+        if isinstance(answer, ConstraintError):
+            assert "final check" in str(answer), line["id"]  # checked, tried again within its bound, and refused by name
+            continue
+        assert not isinstance(answer, BaseException), (line["id"], answer)
+        if answer.finish_reason is FinishReason.LENGTH:
+            assert answer.usage.completion_tokens == bound
+            continue
+        assert answer.finish_reason is FinishReason.STOP
+        finished += 1
+        document = json.loads(answer.text)
+        assert verifier_of(line["schema"]).violations(document) == [], line["id"]
+        with contextlib.suppress(re.error):  # patterns that only ECMA-262 has
+            jsonschema.validators.validator_for(line["schema"])(line["schema"]).validate(document)
+    assert finished >= count // 5
