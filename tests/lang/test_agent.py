@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, field_validator
@@ -432,3 +434,27 @@ def test_an_mcp_servers_tools_join():
 
     (call,) = asyncio.run(main())
     assert (call.name, call.result, call.error) == ("remote", "from the server", None)
+
+
+@pytest.mark.slow
+def test_the_tools_of_a_real_mcp_server_join_with_its_schemas_results_and_errors():
+    mcp = pytest.importorskip("mcp")
+    script = Path(__file__).parents[2] / "examples" / "react" / "mcp_server.py"
+    server = mcp.StdioServerParameters(command=sys.executable, args=[str(script)])
+    good = {"value": 3, "from_unit": "mile", "to_unit": "km"}
+    bad = {"value": 3, "from_unit": "mile", "to_unit": "kg"}
+    backend = turns(calls(("convert_units", good), ("convert_units", bad)), "done")
+
+    async def main():
+        async with mcp.Client(server) as client:
+            tools = mcp_tools(client, await client.list_tools(), asyncio.get_running_loop())
+            return await once.arun(tools, backend=backend)
+
+    state = asyncio.run(main())
+    first, second = state.ret_value
+    assert first.error is None
+    assert "4.83" in first.text()
+    assert "convert_units" in second.error  # what a server says of its own errors is its affair
+    offered = backend.tokenizer.decode(backend.requests[0].prompt_ids)
+    assert "Converts a quantity into another unit" in offered
+    assert '"mile"' in offered  # the schema, with its choices
