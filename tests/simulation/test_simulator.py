@@ -230,7 +230,7 @@ def test_a_prompt_of_4000_tokens_does_not_stall_those_who_decode():
 def test_a_pool_four_times_too_small_ends_every_program():
     """Programs of every kind at once, in the room of one context or two."""
     for name in WORKLOADS:
-        trace = workload(name, programs=8)
+        trace = workload(name, programs=5)
         longest = max(len(call.prompt) + 512 for call in trace.calls)
         run = simulate_trace(Setup(policy="program", eviction="program", pool_tokens=longest // 16 * 16 + 16, max_running=64).simulator(trace))
         assert len(run.records) == len(trace.calls)
