@@ -1,7 +1,8 @@
 """Grammar masks for a step, computed in a second thread while the model runs.
 
-A mask depends only on tokens that are known before the forward pass, so it costs nothing where a core is free. For a
-draft the cursor walks the guesses, giving a mask after each, and is rolled back: guesses are not part of the sequence.
+A mask depends only on tokens that are known before the forward pass, so it costs nothing where a core is free. They are made
+one after the other: 32 take about a millisecond, and llguidance's own threads, which could share them, spend as much processor
+time and wait for cores that the model is using (`benchmarks/structured.py` tells both). For a draft the cursor walks the guesses, giving a mask after each, and is rolled back: guesses are not part of the sequence.
 """
 
 from __future__ import annotations
