@@ -1,9 +1,13 @@
 """Agent programs with prefix cache and jump-forward on and off: programs/s, tokens computed, forward passes, and whether outputs agree.
 
-    python benchmarks/programs.py [--quick] [--only judge react] [--out programs.json]
+    python benchmarks/programs.py [--quick] [--only judge react] [--peers openvino vllm guidance] [--out programs.json]
 
 The programs are those of `examples/`. For each model two engines run in one process run, in turns, so that the ratios hold on a noisy
 machine; absolute figures are this machine's. Greedy or seeded, so both engines are asked for the same tokens.
+
+With ``--peers``, the same programs run on other engines too, each installed into an environment of its own on first use and asked over
+HTTP by `agentrt.OpenAI`, as texts. A peer that cannot be installed, and a program that asks for what a peer cannot do (selects by score,
+tools), are left out by name. Peers' outputs differ, and so may the number of tokens: the table gives both.
 """
 
 from __future__ import annotations
@@ -27,9 +31,14 @@ from rich.table import Table
 import agentrt
 from agentrt import Engine
 from agentrt.cli.demo import WithoutJumps
+from agentrt.errors import AgentrtError
+from agentrt.hub import resolve_model
 from agentrt.observe.report import joined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+
+from peer import PEERS, Peer, PeerError
 
 SMALL, LARGER = "smollm2-135m", "qwen2.5-coder-0.5b"
 SEED = 7
@@ -104,6 +113,7 @@ class Measured:
     prompt: int
     computed: int
     passes: int
+    generated: int
     outputs: list[str]
 
 
@@ -116,7 +126,7 @@ def measure(engine: Engine, work: Callable[[bool], States], quick: bool) -> Meas
     seconds = time.perf_counter() - started
     totals = joined([state.report() for state in states], program="all").values["totals"]
     computed = engine.stats()["computed_tokens"] - before
-    return Measured(seconds, len(states), totals["prompt_tokens"], computed, totals["forward_passes"], [repr(s.ret_value) for s in states])
+    return Measured(seconds, len(states), totals["prompt_tokens"], computed, totals["forward_passes"], totals["completion_tokens"], [repr(s.ret_value) for s in states])
 
 
 def compare(names: Sequence[str], quick: bool, repeats: int) -> dict[str, Any]:
@@ -135,6 +145,50 @@ def compare(names: Sequence[str], quick: bool, repeats: int) -> dict[str, Any]:
     return figures
 
 
+def ask_peer(peer: Peer, names: Sequence[str], quick: bool, figures: dict[str, Any]) -> None:
+    """Runs the programs on a peer, and puts what it took beside our own figures; says by name what is left out, and why."""
+    for model in (SMALL, LARGER):
+        chosen = [name for name in names if WORK[name][0] == model]
+        if not chosen:
+            continue
+        try:
+            with peer.serving(resolve_model(model)) as address:
+                backend = agentrt.OpenAI("model", address, api_key="none")
+                agentrt.set_default_backend(backend)
+                for name in chosen:
+                    figures[name].setdefault("peers", {})[peer.name] = _ask_once(WORK[name][1], quick)
+                agentrt.set_default_backend(None)
+                backend.close()
+        except PeerError as error:
+            print(f"{peer.name} with {model} is left out: {error}")
+
+
+def _ask_once(work: Callable[[bool], States], quick: bool) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        states = work(quick)
+    except AgentrtError as error:
+        return {"left_out": f"{type(error).__name__}: {error}"}
+    seconds = time.perf_counter() - started
+    totals = joined([state.report() for state in states], program="all").values["totals"]
+    return {"programs_per_s": len(states) / seconds, "prompt_tokens": totals["prompt_tokens"], "generated": totals["completion_tokens"]}
+
+
+def show_peers(figures: dict[str, Any]) -> None:
+    table = Table(title="the same programs on peers", title_justify="left", box=None, pad_edge=False)
+    for column in ("program", "peer", "programs/s", "ours are so many times as fast", "tokens generated, ours / theirs"):
+        table.add_column(column, justify="left" if column in ("program", "peer") else "right")
+    for name, f in figures["programs"].items():
+        for peer, told in f.get("peers", {}).items():
+            if "left_out" in told:
+                table.add_row(name, peer, "left out", told["left_out"][:60], "")
+                continue
+            rate = told["programs_per_s"]
+            table.add_row(name, peer, f"{rate:.3f}", f"{f['programs_per_s'][0] / rate:.1f}", f"{f['generated']:,} / {told['generated']:,}")
+    if table.row_count:
+        Console().print(table, highlight=False)
+
+
 def _figures(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
     ours, plain = pairs[0]
     return {
@@ -144,6 +198,7 @@ def _figures(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
         "prompt_tokens": ours.prompt,
         "computed_tokens": [ours.computed, plain.computed],
         "forward_passes": [ours.passes, plain.passes],
+        "generated": ours.generated,
         "same_outputs": all(a.outputs == b.outputs for a, b in pairs),
     }
 
@@ -165,11 +220,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small work, once")
     parser.add_argument("--only", nargs="+", choices=list(WORK), default=list(WORK))
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=[], help="engines to run the same programs on")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     figures = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "seed": SEED}
     figures["programs"] = compare(args.only, args.quick, 1 if args.quick else 3)
+    for name in args.peers:
+        ask_peer(PEERS[name], args.only, args.quick, figures["programs"])
     show(figures)
+    show_peers(figures)
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -26,6 +26,8 @@ def run_page(tmp_path, monkeypatch):
 
 def stand_in(text, request):
     spec = request.sampling.grammar
+    if spec is not None and spec.kind == "tools" and "pay" in text:
+        return '<tool_call>\n{"name": "pay", "arguments": {"euros": 25}}\n</tool_call>'
     if spec is not None and spec.kind == "tools":
         return '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
     if request.sampling.json_schema is not None:
