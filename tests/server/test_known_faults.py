@@ -1,7 +1,6 @@
 """Faults that engines of this kind have shown in public, asked of ours over HTTP on the default model.
 
-What has a test of its own elsewhere is not repeated here: hanging up, a full queue, a dead or silent engine, draining
-(test_operating.py); templates that loop or reach for attributes (tests/text); aging and preemption (tests/scheduling).
+`test_fault_list.py` says which test holds which fault.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
+import regex
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -123,6 +123,26 @@ def test_what_others_drop_holds_or_is_refused(http, schema):
         jsonschema.validate(json.loads(choice["message"]["content"]), schema)
     else:
         assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("pattern", [r"(?<!x)y+", r"^(?=a)ab$", r"\bno\b", r"(a)\1", r"\p{Lu}{2}", r"^[\w-]{3}\d$"])
+def test_a_pattern_that_cannot_be_enforced_is_checked_or_refused_and_never_dropped(http, pattern):
+    schema = {"type": "object", "properties": {"v": {"type": "string", "pattern": pattern, "maxLength": 12}}, "required": ["v"], "additionalProperties": False}
+    answer = valid(http, schema)
+    if answer.status_code in (400, 422):
+        assert answer.json()["error"]["code"] in ("invalid_constraint", "constraint_not_met"), answer.text
+    elif answer.json()["choices"][0]["finish_reason"] == "stop":
+        value = json.loads(answer.json()["choices"][0]["message"]["content"])["v"]
+        assert regex.search(pattern, value), value
+
+
+def test_a_stop_inside_a_forced_run_never_leaks(http):
+    schema = {"type": "object", "properties": {"a_long_forced_name": {"enum": [1, 2]}}, "required": ["a_long_forced_name"], "additionalProperties": False}
+    body = {"prompt": "Say: ", "json_schema": schema, "max_tokens": 40, "stop": "forced"}
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert (whole["text"], whole["finish_reason"], whole["stop_reason"]) == ('{"a_long_', "stop", "forced")
+    chunks = [json.loads(line)["choices"][0] for line in lines_of(http.post("/v1/completions", json=body | {"stream": True})) if line != "[DONE]"]
+    assert ("".join(chunk["text"] for chunk in chunks), chunks[-1]["finish_reason"]) == ('{"a_long_', "stop")
 
 
 def test_echo_of_a_prompt_with_scores_generates_nothing(http):
