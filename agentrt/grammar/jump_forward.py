@@ -20,7 +20,7 @@ LOOKBACK = 4
 
 
 def canonical_run(
-    vocabulary: Vocabulary, last_token: int | None, forced: bytes, goes_on: Callable[[bytes], bool]
+    vocabulary: Vocabulary, last_token: int | None, forced: bytes, goes_on: Callable[[bytes], bool], following: bytes = bytes(range(256))
 ) -> list[int]:
     """Tokens that are certain, given that `forced` is the only text possible next.
 
@@ -29,6 +29,7 @@ def canonical_run(
         last_token: The token before the forced text, or None at the beginning.
         forced: The longest text that the grammar leaves no choice about.
         goes_on: Whether the grammar allows some bytes after the whole of `forced`.
+        following: Bytes that may be the first of such; the fewer, the sooner it is known that none goes on.
 
     Returns:
         Ids of a beginning of `forced`; empty if nothing is certain.
@@ -40,15 +41,15 @@ def canonical_run(
     kept = 1 if before and ids[:1] == [last_token] else 0
     if before and not kept:
         ids = vocabulary.tokenize(forced)
-    return ids[kept : len(ids) - _held_back(vocabulary, ids[kept:], goes_on)]
+    return ids[kept : len(ids) - _held_back(vocabulary, ids[kept:], goes_on, following)]
 
 
-def _held_back(vocabulary: Vocabulary, ids: list[int], goes_on: Callable[[bytes], bool]) -> int:
+def _held_back(vocabulary: Vocabulary, ids: list[int], goes_on: Callable[[bytes], bool], following: bytes) -> int:
     """How many trailing tokens a longer legal token could swallow."""
     pieces = [vocabulary.token_bytes(i) for i in ids]
     text = b"".join(pieces[-LOOKBACK:])[-vocabulary.max_length :]
     for start in range(len(text)):
-        if any(goes_on(tail) for tail in vocabulary.longer_than(text[start:])):
+        if any(goes_on(tail) for tail in vocabulary.longer_than(text[start:], following)):
             return _tokens_covering(pieces, len(text) - start)
     return 0
 

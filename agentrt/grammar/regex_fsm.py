@@ -207,7 +207,8 @@ class TokenFsm:
         key = state, last_token
         found = self._runs.get(key)
         if found is None:
-            ids = canonical_run(self.vocabulary, last_token, text, lambda tail: self.automaton.walk(end, tail) >= 0)
+            ways = np.flatnonzero(self.automaton.table[end, self.automaton.columns] >= 0).astype(np.uint8).tobytes()
+            ids = canonical_run(self.vocabulary, last_token, text, lambda tail: self.automaton.walk(end, tail) >= 0, ways)
             found = tuple(ids)
             if len(self._runs) < 100_000:
                 self._runs[key] = found

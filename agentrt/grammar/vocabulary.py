@@ -11,7 +11,7 @@ import bisect
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import llguidance
@@ -92,16 +92,18 @@ class Vocabulary:
         order = sorted((i for i in range(self.size) if self.lengths[i]), key=self.token_bytes)
         return [self.token_bytes(i) for i in order], np.array(order, dtype=np.int64)
 
-    def longer_than(self, prefix: bytes) -> list[bytes]:
-        """What is left of each token that begins with `prefix` and goes on."""
+    def longer_than(self, prefix: bytes, following: bytes) -> Iterator[bytes]:
+        """What is left of each token that begins with `prefix` and goes on with one of the bytes `following`."""
         texts, _ = self._by_text
         first = bisect.bisect_right(texts, prefix)
-        tails = []
-        for text in texts[first:]:
-            if not text.startswith(prefix):
-                break
-            tails.append(text[len(prefix) :])
-        return tails
+        if first == len(texts) or not texts[first].startswith(prefix):
+            return
+        for byte in following:
+            begin = prefix + bytes((byte,))
+            for place in range(bisect.bisect_left(texts, begin, first), len(texts)):
+                if not texts[place].startswith(begin):
+                    break
+                yield texts[place][len(prefix) :]
 
     def prepare(self) -> None:
         """Makes the tables that an automaton needs now, while a grammar is compiled, and not in the middle of a step."""
