@@ -131,6 +131,7 @@ if TYPE_CHECKING:
     from agentrt.lang.agent import StepsError as StepsError
     from agentrt.lang.agent import agent_loop as agent_loop
     from agentrt.lang.agent import tool_call as tool_call
+    from agentrt.lang.budget import BudgetError as BudgetError
     from agentrt.lang.default_engine import flush_cache as flush_cache
     from agentrt.lang.default_engine import get_server_info as get_server_info
     from agentrt.lang.expressions import assistant as assistant
@@ -152,7 +153,6 @@ if TYPE_CHECKING:
     from agentrt.lang.expressions import video as video
     from agentrt.lang.program import function as function
     from agentrt.lang.recording import Recording as Recording
-    from agentrt.lang.budget import BudgetError as BudgetError
     from agentrt.lang.saving import resume as resume
     from agentrt.lang.state import AsyncState as AsyncState
     from agentrt.lang.state import State as State

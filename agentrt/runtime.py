@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from agentrt import backend as streams
 from agentrt.backend import Message
@@ -20,6 +20,9 @@ from agentrt.hub import resolve_model
 from agentrt.hub.fetch import ProgressCallback
 from agentrt.request import Completion, Request, SamplingParams, TokenDelta, TokenLogprob
 from agentrt.text import load_tokenizer
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
 
 #: What may go with a prompt besides sampling: the fields of `Request` that a caller may set.
 REQUEST_OPTIONS = frozenset({"request_id", "cache_salt", "priority", "program", "deadline", "prompt_tail"})
@@ -225,6 +228,33 @@ class Engine(LocalBackend):
             requests.append(self.request([*prefix, *ids], sampling, **options))
         return [_score(completion) for completion in self._run_all(requests)]
 
+    # -- for frameworks ---------------------------------------------------------------------------------------------------
+
+    def openai_client(self, **options: Any) -> OpenAI:
+        """An `openai.OpenAI` whose server is this engine, in this process, without a port. Closing it leaves the engine open.
+
+        Args:
+            **options: Further arguments of `openai.OpenAI`.
+
+        Raises:
+            UserError: The package `openai` is not installed.
+        """
+        openai = _openai()
+        from agentrt.server.in_process import BASE_URL, in_process_client
+
+        http = in_process_client(self, sampling=self.facts.sampling)
+        client: OpenAI = openai.OpenAI(base_url=BASE_URL, http_client=http, **{"api_key": "none"} | options)
+        return client
+
+    def async_openai_client(self, **options: Any) -> AsyncOpenAI:
+        """The async twin of `openai_client`."""
+        openai = _openai()
+        from agentrt.server.in_process import BASE_URL, async_in_process_client
+
+        http = async_in_process_client(self, sampling=self.facts.sampling)
+        client: AsyncOpenAI = openai.AsyncOpenAI(base_url=BASE_URL, http_client=http, **{"api_key": "none"} | options)
+        return client
+
     # -- text ------------------------------------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
@@ -234,6 +264,14 @@ class Engine(LocalBackend):
     def detokenize(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of token ids."""
         return self.tokenizer.decode(ids, skip_special=skip_special)
+
+
+def _openai() -> Any:
+    try:
+        import openai
+    except ImportError:
+        raise UserError("the package openai is not installed; pip install openai") from None
+    return openai
 
 
 def _score(completion: Completion) -> Score:

@@ -2,8 +2,8 @@
 
     python benchmarks/programs.py [--quick] [--only judge react] [--peers openvino vllm guidance] [--out programs.json]
 
-The programs are those of `examples/`. For each model two engines run in one process run, in turns, so that the ratios hold on a noisy
-machine; absolute figures are this machine's. Greedy or seeded, so both engines are asked for the same tokens.
+The programs are those of `examples/`. On and off take turns on one engine, so that the ratios hold on a noisy machine ("off": every
+request has a cache salt of its own, and jump-forward is off); absolute figures are this machine's. Greedy or seeded, so both engines are asked for the same tokens.
 
 With ``--peers``, the same programs run on other engines too, each installed into an environment of its own on first use and asked over
 HTTP by `agentrt.OpenAI`, as texts. A peer that cannot be installed, and a program that asks for what a peer cannot do (selects by score,
@@ -30,7 +30,7 @@ from rich.table import Table
 
 import agentrt
 from agentrt import Engine
-from agentrt.cli.demo import WithoutJumps
+from agentrt.cli.demo import Unaided
 from agentrt.errors import AgentrtError
 from agentrt.hub import resolve_model
 from agentrt.observe.report import joined
@@ -117,7 +117,7 @@ class Measured:
     outputs: list[str]
 
 
-def measure(engine: Engine, work: Callable[[bool], States], quick: bool) -> Measured:
+def measure(engine: Any, work: Callable[[bool], States], quick: bool) -> Measured:
     """Runs the work once, from an empty cache."""
     agentrt.set_default_backend(engine)
     engine.flush_cache()
@@ -135,9 +135,9 @@ def compare(names: Sequence[str], quick: bool, repeats: int) -> dict[str, Any]:
         chosen = [name for name in names if WORK[name][0] == model]
         if not chosen:
             continue
-        with Engine(model) as ours, WithoutJumps(model, prefix_cache=False) as plain:
-            for engine in (ours, plain):
-                engine.generate("warm up", agentrt.SamplingParams(max_tokens=4, temperature=0))
+        with Engine(model) as ours:
+            plain = Unaided(ours)
+            ours.generate("warm up", agentrt.SamplingParams(max_tokens=4, temperature=0))
             for name in chosen:
                 pairs = [(measure(ours, WORK[name][1], quick), measure(plain, WORK[name][1], quick)) for _ in range(repeats)]
                 figures[name] = {"model": model} | _figures(pairs)

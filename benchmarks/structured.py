@@ -348,10 +348,10 @@ def tool_calls(folder: Path, tokenizer: Tokenizer) -> Tally:
 
 
 def _calls(row: Json) -> Iterator[str]:
-    parameters = {tool["function"]["name"]: tool["function"]["parameters"].get("properties", {}) for tool in row["tools"]}
+    parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in row["tools"]}
     for answer in row["answers"]:
         for name, allowed in answer.items():
-            arguments = _first_of({key: allowed[key] for key in parameters.get(name, ()) if key in allowed})
+            arguments = _in_order(_first_of(allowed), parameters.get(name, {}))
             call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
             yield f"<tool_call>\n{call}\n</tool_call>"
 
@@ -363,6 +363,16 @@ def _first_of(allowed: Any) -> Any:
     if not isinstance(allowed, dict):
         return allowed
     return {key: _first_of(values[0]) for key, values in allowed.items() if values and "" not in values}
+
+
+def _in_order(value: Any, schema: Json) -> Any:
+    """The value with its properties in the order in which the schema has them, the others after them."""
+    if isinstance(value, list):
+        return [_in_order(part, schema.get("items", {})) for part in value]
+    if not isinstance(value, dict):
+        return value
+    named = schema.get("properties", {})
+    return {key: _in_order(value[key], named.get(key, {})) for key in sorted(value, key=[*named, *value].index)}
 
 
 #: A closed schema, which both engines take, and a document of it, over which the positions of a batch are spread.
@@ -414,7 +424,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None)
     parser.add_argument("--sample", type=int, default=None, help="schemas of each corpus, drawn with the seed; all by default")
-    parser.add_argument("--engines", default="", help="only engines whose name contains this")
+    parser.add_argument("--engines", default="", help="only engines whose name contains one of these, such as agentrt,llguidance")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     folder = Path(os.environ.get("AGENTRT_CORPORA", Path(__file__).parents[2] / "shared" / "data"))
@@ -428,7 +438,7 @@ def main() -> None:
     }
     if importlib.util.find_spec("xgrammar"):
         makers["xgrammar"] = lambda: Xgrammar(tokenizer)
-    engines = [make() for name, make in makers.items() if arguments.engines in name]
+    engines = [make() for name, make in makers.items() if any(part in name for part in arguments.engines.split(","))]
     grammar.compile(grammar.json_schema_spec({}), tokenizer)  # the tokenizer's tables, made once a process
     rows = []
     for corpus in CORPORA:

@@ -54,7 +54,8 @@ class PrefixLease:
     @property
     def pages(self) -> list[int]:
         """Pages of what was found, as a list."""
-        return self.found_pages.tolist()
+        pages: list[int] = self.found_pages.tolist()
+        return pages
 
 
 @dataclass(frozen=True, slots=True)

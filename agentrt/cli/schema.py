@@ -31,14 +31,14 @@ def check(source: str) -> int:
     out.print(table, highlight=False)
     out.print()
     for line in report.summary:
-        out.print(line, highlight=False, markup=False)
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
     return int(bool(report.error))
 
 
 def compile_files(sources: Sequence[str]) -> None:
     """Compiles schemas of the regular kind ahead of time, and says what became of each."""
     for source, (what, path) in zip(sources, compile_ahead([_read(source) for source in sources]), strict=True):
-        console.print(f"{source}: {what}" + (f", kept in {path}" if path else ""), highlight=False, markup=False)
+        console.print(f"{source}: {what}" + (f", kept in {path}" if path else ""), highlight=False, markup=False, soft_wrap=True)
 
 
 def _read(source: str) -> Any:

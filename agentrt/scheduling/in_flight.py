@@ -101,13 +101,12 @@ class InFlight:
         The numbers are random, odd, and drawn anew in each process, so nobody can aim at one name for two beginnings; by chance it
         comes once in 2**63, or once in 2**32 for ids whose only difference is in their highest bit.
         """
-        blocks = len(packed) // (4 * self.block)
-        count = blocks * self.block
+        count = len(packed) // (4 * self.block) * self.block
         while len(self._factors) < count:
             more = self._random.integers(0, 2**64, max(count, 4096), dtype=np.uint64) | np.uint64(1)
             self._factors = np.concatenate((self._factors, more))
         ids = np.frombuffer(packed, dtype=np.int32, count=count).astype(np.uint64) + np.uint64(1)  # so that an id of 0 counts too
-        sums = (ids * self._factors[:count]).reshape(blocks, self.block).sum(axis=1, dtype=np.uint64).cumsum(dtype=np.uint64)
+        sums = (ids * self._factors[:count]).cumsum()[self.block - 1 :: self.block]
         return array("q", (sums + np.uint64(seed & _MASK)).tobytes())
 
     def _release(self, sequence: Sequence, names: array[int]) -> list[Sequence]:

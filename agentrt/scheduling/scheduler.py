@@ -600,7 +600,9 @@ class Scheduler:
         size = self._page_size
         if stop - start == 1:
             return (sequence.pages[start // size] * size + start % size,)
+        if size == 1:
+            return sequence.pages[start:stop]
         first = start // size
-        pages = np.array(sequence.pages[first : self._pages_for(stop)], dtype=np.int32)
+        pages = np.frombuffer(sequence.pages[first : self._pages_for(stop)], dtype=np.int32)
         slots = (pages[:, None] * size + self._in_page).ravel()
         return array("i", slots[start - first * size : stop - first * size].tobytes())

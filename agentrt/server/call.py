@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrt.observe.metrics import Metrics, RequestTimes
 from agentrt.observe.call_spans import CallEnded, CallSpans
+from agentrt.observe.metrics import Metrics, RequestTimes
 from agentrt.request import TokenDelta, Usage
 from agentrt.server.answers import Heard, SampleAnswer
 from agentrt.server.flight import Flight, FlightTable

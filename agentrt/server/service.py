@@ -22,8 +22,8 @@ from agentrt import __version__
 from agentrt.backend import Backend
 from agentrt.config import ServerConfig
 from agentrt.errors import AgentrtError, UserError
-from agentrt.observe.metrics import Metrics
 from agentrt.observe.call_spans import spans_from_environment
+from agentrt.observe.metrics import Metrics
 from agentrt.request import SamplingParams
 from agentrt.server.asks import CallOptions
 from agentrt.server.call import Books, Call, failure_code

@@ -45,7 +45,7 @@ tool = {
 ask = [{"role": "user", "content": "What is the weather in Paris?"}]
 with client.chat.completions.stream(model=model, messages=ask, tools=[tool], tool_choice="required", max_tokens=60, temperature=0) as events:
     message = events.get_final_completion().choices[0].message
-assert [json.loads(call.function.arguments) for call in message.tool_calls][0] == {"city": "Paris"}, message
+assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}, message
 assert message.tool_calls[0].function.parsed_arguments == {"city": "Paris"}
 turns = [*ask, message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})]
 turns += [{"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"} for call in message.tool_calls]

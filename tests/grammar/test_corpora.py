@@ -1,8 +1,11 @@
 """The corpora's figures, held to no worse than recorded: a seeded sample here, all of them in the proof run."""
 
+import importlib.util
 import json
 import random
+import sys
 import time
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 import agentrt.grammar as grammar
 from agentrt.errors import GrammarError
 from agentrt.grammar.acceptance import accepts, walks
+from agentrt.text import load_tokenizer
 
 #: Recorded over the whole corpora. Refused schemas: those that need a document from the network, and those that
 #: nothing satisfies; "checked" are the ones of which some keyword waits for the final check.
@@ -105,6 +109,52 @@ def test_every_finished_call_parses_validates_and_names_an_offered_tool(count, c
         assert compiled.verify(text) == [] or compiled.checked
         assert jsonschema.Draft202012Validator(parameters).is_valid(call["arguments"]) or compiled.checked
     assert finished > 0.7 * len(rows)
+
+
+def same_masks(row, tokenizer, states):
+    """Follows the row's valid documents on both engines; how many places were compared, None if the automaton does not take it."""
+    try:
+        fast, slow = (grammar.compile(grammar.json_schema_spec(row["schema"], engine=engine), tokenizer) for engine in ("fsm", "llguidance"))
+    except GrammarError:
+        return None
+    if fast.engine != "fsm" or fast.nbytes > states * tokenizer.vocab_size / 8:
+        return None
+    places = 0
+    for test in row["tests"]:
+        left, right = fast.cursor(), slow.cursor()
+        for token in tokenizer.encode(json.dumps(test["data"], ensure_ascii=False)[:400]) if test["valid"] else ():
+            assert (left.allowed() == right.allowed()).all(), (row["id"], test["data"])
+            assert left.advance(token) == right.advance(token), (row["id"], test["data"])
+            places += 1
+    return places
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(None, marks=pytest.mark.proof)])
+def test_both_engines_give_the_same_masks_over_the_corpora(count, read_corpus, trained_tokens):
+    rows = read_corpus("maskbench_sample.jsonl") + read_corpus("suite_2020_typed.jsonl")
+    if count:
+        rows = random.Random(6).sample([row for row in rows if len(json.dumps(row)) < 3_000], count)
+    compared = [places for row in rows if (places := same_masks(row, trained_tokens, 4_000)) is not None]
+    assert len(compared) > len(rows) // 6
+    assert sum(compared) > 3 * len(compared)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_forced_share_is_no_worse_than_recorded(corpora):
+    """On the corpora's own documents, in the default model's tokens: a forced token is a forward pass saved, and all is canonical."""
+    path = Path(__file__).parents[2] / "benchmarks" / "structured.py"
+    benchmark = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("structured_benchmark", path))
+    sys.modules[spec.name] = benchmark  # its dataclasses look themselves up there
+    spec.loader.exec_module(benchmark)
+    tokenizer = load_tokenizer()
+    calls = benchmark.tool_calls(corpora, tokenizer)
+    kinds = benchmark.measure(benchmark.Agentrt(tokenizer), "maskbench_sample.jsonl", benchmark._read(corpora / "structured" / "maskbench_sample.jsonl"), tokenizer)
+    assert calls.canonical == calls.documents >= 290
+    assert kinds.canonical == kinds.documents >= 270
+    assert (calls.false_rejects, kinds.false_rejects, kinds.false_accepts, kinds.refused, kinds.crashed) == (0, 0, 0, 0, 0)
+    assert calls.forced > 0.67 * calls.tokens
+    assert kinds.forced > 0.27 * kinds.tokens
 
 
 @pytest.mark.proof

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
+import threading
+import tracemalloc
 from typing import Literal
 
 import pytest
@@ -332,6 +335,45 @@ def test_async_programs_deadlines_and_budgets(backend):
         long.run(backend=backend, token_budget=10)
     with pytest.raises(AbortedError):
         sgl.function(lambda s: s.__iadd__(PROMPT + sgl.gen("x", max_tokens=9))).run(backend=backend, deadline=1e-9)
+
+
+@pytest.mark.slow
+def test_1000_forks_of_one_500_token_prompt_compute_it_once_and_leave_memory_and_threads_as_they_were(backend):
+    word = next(w for w in (" the", "the ", "fox") if len(backend.tokenizer.encode(w * 20)) % 20 == 0)
+    each = len(backend.tokenizer.encode(word * 20)) // 20
+
+    @sgl.function
+    def program(s):
+        s += word * (500 // each)
+        forks = s.fork(1000)
+        forks += sgl.gen("x", max_tokens=1)
+        forks.join()
+        return len(s["x"])
+
+    def once():
+        state = program.run(backend=backend, seed=1)
+        assert state.ret_value == 1000
+        return state.report().values["totals"]
+
+    backend.flush_cache()
+    totals = once()
+    prompt = totals["prompt_tokens"] // 1000
+    assert 490 <= prompt <= 510
+    assert totals["computed_tokens"] <= prompt + 1000  # every request computes its last token
+    threads = threading.active_count()
+    assert threads < 20
+    tracemalloc.start()
+    held = []
+    for _ in range(3):
+        once()
+        getattr(backend, "requests", []).clear()  # the scripted one remembers what it was asked
+        gc.collect()
+        held.append(tracemalloc.get_traced_memory()[0])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held[2] - held[1] < 2_000_000  # a run that has ended is gone
+    assert peak < 100_000_000
+    assert threading.active_count() <= threads
 
 
 # ------------------------------------------------------------- tools, and a state's afterlife
