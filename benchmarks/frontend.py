@@ -2,7 +2,7 @@
 
     python benchmarks/frontend.py [--gens 20000] [--json out.json]
 
-Every shape makes the same number of gens; "answers" is the scripted backend called without the language, for comparison.
+Every shape makes the same number of gens, on one core; "answers" is the scripted backend called without the language, for comparison.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--gens", type=int, default=20_000)
     parser.add_argument("--json")
     given = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):  # Linux: one core for all threads together
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     gens, each = given.gens, 10
     programs = gens // each
     options = {"temperature": 0, "seed": SEED}

@@ -318,7 +318,7 @@ def offer(branch: Branch, tools: Sequence[Tool]) -> None:
     if branch.offered == names:
         return
     schemas = [tool.schema for tool in tools]
-    fresh = not branch.transcript.ids and branch.transcript.overhang is None and branch.offered is None
+    fresh = not len(branch.transcript) and branch.transcript.overhang is None and branch.offered is None
     branch.offered = names
     if fresh and branch.messages:
         branch.roles = chat_roles(branch.run.tokenizer).with_tools(schemas)

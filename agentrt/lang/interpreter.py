@@ -43,6 +43,8 @@ Step = Generator[Future[Any], Any, None]
 _UNNAMED = frozenset({ir.Text, ir.ScopeEnd})  #: nodes that set no variable, the second though it has a name
 
 _IDLE: Future[Any] = Promise()  #: what a drive returns when nothing is left to run
+_DONE: Promise[Any] = Promise()  #: the mark of a branch that has run everything
+_DONE.set_result(None)
 _CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a control token
 
 
@@ -245,6 +247,9 @@ class Branch:
 
     def mark(self) -> Future[Any]:
         """Returns a future that is done when everything appended so far has run; fails with the branch's error."""
+        with self.run.lock:
+            if self.error is None and not self._busy:  # then nothing is queued either
+                return _DONE
         return self.look(lambda _: None)
 
     def parked(self) -> Future[None]:
@@ -538,10 +543,11 @@ class Branch:
         """
         transcript = self.transcript
         tail = transcript.settle(self.run.tokenizer, heal=heal)
-        if not transcript.ids:
+        ids = transcript.ids
+        if not ids:
             raise PromptError("the prompt is empty: append some text before the first gen")
-        self.known_ids = min(self.known_ids, len(transcript.ids))
-        return tuple(transcript.ids), tail
+        self.known_ids = min(self.known_ids, len(ids))
+        return ids, tail
 
     def seed(self, item: Item, attempt: int = 0) -> int:
         """The seed of a node's request: of the run's, the branch's path and the node's number alone."""
@@ -612,13 +618,13 @@ class Branch:
         if isinstance(sample.stop_match, int):
             ends = ends | {sample.stop_match}
         self.transcript.add_answer(sample, self.run.tokenizer, ends, tail)
-        self.known_ids = len(self.transcript.ids)
+        self.known_ids = len(self.transcript)
 
     def begin_after(self, parent: Branch, text: str) -> None:
         """Begins where `parent` stands, whose text so far is `text`."""
         self.transcript = parent.transcript.copy()
         self.known_ids = parent.known_ids
-        self.shared_ids = len(self.transcript.ids)
+        self.shared_ids = len(self.transcript)
         self.roles, self.offered = parent.roles, parent.offered
         self.feed.push(text)
         self.fork_text = len(self.feed.pieces)
@@ -732,7 +738,8 @@ def _look(branch: Branch, item: Item) -> None:
 
 def _fork(branch: Branch, item: Item) -> None:
     branch.transcript.settle(branch.run.tokenizer)
-    branch.known_ids = min(branch.known_ids, len(branch.transcript.ids))
+    branch.transcript.share()
+    branch.known_ids = min(branch.known_ids, len(branch.transcript))
     text = branch.feed.text
     for child in item.node.children:
         child.begin_after(branch, text)

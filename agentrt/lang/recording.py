@@ -29,8 +29,8 @@ def report_of(run: Run) -> Report:
     branches = [
         {
             "path": branch.path,
-            "tokens": len(branch.transcript.ids),
-            "shared_tokens": min(branch.shared_ids, len(branch.transcript.ids)),
+            "tokens": len(branch.transcript),
+            "shared_tokens": min(branch.shared_ids, len(branch.transcript)),
             "error": None if branch.error is None else f"{type(branch.error).__name__}: {branch.error}",
         }
         for branch in list(run.branches)

@@ -178,7 +178,7 @@ def _restored(values: Mapping[str, Any], backend: Backend) -> Branch:
 
 
 def _fill(transcript: Transcript, values: Mapping[str, Any]) -> None:
-    transcript.ids, transcript.kinds = list(values["ids"]), bytearray(values["kinds"])
+    transcript.ids, transcript.kinds = values["ids"], bytearray(values["kinds"])
     transcript.logprobs = {int(place): value for place, value in values["logprobs"].items()}
     transcript.pending, transcript.ended = list(values["pending"]), values["ended"]
     transcript.overhang = None if values["overhang"] is None else Overhang(*values["overhang"])
@@ -233,7 +233,7 @@ def trajectory(run: Run) -> list[dict[str, Any]]:
                 "ids": list(transcript.ids),
                 "mask": [names[kind & (FORCED | 1)] for kind in transcript.kinds],
                 "cut": [place for place, kind in enumerate(transcript.kinds) if kind & CUT],
-                "logprobs": [transcript.logprobs.get(place) for place in range(len(transcript.ids))],
+                "logprobs": [transcript.logprobs.get(place) for place in range(len(transcript))],
                 "shared": branch.shared_ids,
                 "reward": None,
             }

@@ -125,7 +125,7 @@ def _append(branch: Branch, item: Item, scored: list[Scored], best: int) -> None
     choice = scored[best]
     branch.transcript.add_choice(choice.ids, choice.logprobs)
     branch.feed.push(choice.text)
-    branch.known_ids = len(branch.transcript.ids)
+    branch.known_ids = len(branch.transcript)
     variable = item.variable
     if variable is not None:
         variable.feed.push(choice.text)

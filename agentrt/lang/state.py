@@ -272,7 +272,7 @@ def _length(branch: Branch) -> int:
 
 def _ids(branch: Branch) -> list[int]:
     branch.transcript.settle(branch.run.tokenizer)
-    return branch.transcript.ids.copy()
+    return list(branch.transcript.ids)
 
 
 def _tokens_left(branch: Branch) -> int:

@@ -304,7 +304,7 @@ def cache_prefix(traced: Trace, backend: Backend, name: str) -> int:
     trunk.append(list(prefix), ("", 0))
     wait(trunk.mark())
     trunk.transcript.settle(backend.tokenizer)
-    ids = tuple(trunk.transcript.ids)
+    ids = trunk.transcript.ids
     trunk.run.close()
     if ids:
         complete(

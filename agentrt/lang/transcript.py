@@ -2,8 +2,9 @@
 
 Text waits until ids are needed (`settle`), and is then tokenised in one piece, so that two appends give the ids of one
 string. Generated ids are appended as they are and never tokenised again. It knows no backend beyond a tokenizer and
-makes no request. Invariant: ``len(kinds) == len(ids)``, and an id that a request has been made with changes only by
-being cut off the end (what a stop string hides), which leaves every cached prefix valid.
+makes no request. Invariant: ``len(kinds) == len(transcript)``, and an id that a request has been made with changes only by
+being cut off the end (what a stop string hides), which leaves every cached prefix valid. The branches of a fork share the ids
+before it, as one tuple: a thousand of them hold it once.
 
 Where a stop string matched, the answer's text ends before its ids do::
 
@@ -42,18 +43,37 @@ class Overhang:
 class Transcript:
     """Ids and pending text of one branch; see the module's text. One thread at a time."""
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
+    def __init__(self, shared: tuple[int, ...] = ()) -> None:
+        self._shared = shared
+        self._own: list[int] = []
         self.kinds = bytearray()
         self.logprobs: dict[int, float] = {}  #: place in `ids` -> log-probability, where known
         self.pending: list[Piece] = []
         self.overhang: Overhang | None = None
         self.ended: int | None = None  #: end token that the model sampled last; it was never fed
 
+    def __len__(self) -> int:
+        return len(self._shared) + len(self._own)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All ids; where nothing came after a fork, the very tuple that its branches share."""
+        if not self._own:
+            return self._shared
+        return (*self._shared, *self._own) if self._shared else tuple(self._own)
+
+    @ids.setter
+    def ids(self, ids: Collection[int]) -> None:
+        self._shared, self._own = (), list(ids)
+
+    def share(self) -> None:
+        """Makes one tuple of all ids so far, which every copy from now on begins with."""
+        self._shared, self._own = self.ids, []
+
     def copy(self) -> Transcript:
         """Returns an independent copy."""
-        twin = Transcript()
-        twin.ids, twin.kinds, twin.logprobs = self.ids.copy(), self.kinds.copy(), self.logprobs.copy()
+        twin = Transcript(self._shared)
+        twin._own, twin.kinds, twin.logprobs = self._own.copy(), self.kinds.copy(), self.logprobs.copy()
         twin.pending, twin.overhang, twin.ended = self.pending.copy(), self.overhang, self.ended
         return twin
 
@@ -76,12 +96,12 @@ class Transcript:
             return b""
         pieces, self.pending = _merged(self.pending), []
         pieces = self._continue_answer(pieces)
-        first_new = len(self.ids)
+        first_new = len(self)
         for piece in pieces:
             if isinstance(piece, int):
                 self._extend([piece], FED)
             elif piece:
-                self._extend(tokenizer.encode(piece, bos=not self.ids), FED)
+                self._extend(tokenizer.encode(piece, bos=not len(self)), FED)
         return self._cut_last(tokenizer, first_new) if heal and isinstance(pieces[-1], str) else b""
 
     def _continue_answer(self, pieces: list[Piece]) -> list[Piece]:
@@ -101,21 +121,21 @@ class Transcript:
     def _trim(self) -> None:
         over, self.overhang = self.overhang, None
         if over is not None:
-            del self.ids[over.keep :], self.kinds[over.keep :]
+            del self._own[over.keep - len(self._shared) :], self.kinds[over.keep :]
             if over.straddles:
                 self.kinds[-1] |= CUT
 
     def _cut_last(self, tokenizer: Tokenizer, first_new: int) -> bytes:
-        if len(self.ids) <= max(first_new, 1):
+        if len(self) <= max(first_new, 1):
             return b""
-        tail = tokenizer.token_bytes(self.ids[-1])
+        tail = tokenizer.token_bytes(self._own[-1])
         if not tail:
             return b""
-        del self.ids[-1], self.kinds[-1]
+        del self._own[-1], self.kinds[-1]
         return tail
 
     def _extend(self, ids: Collection[int], kind: int) -> None:
-        self.ids.extend(ids)
+        self._own.extend(ids)
         self.kinds.extend(bytes((kind,)) * len(ids))
 
     def add_choice(self, ids: Collection[int], logprobs: Collection[float] = ()) -> None:
@@ -143,14 +163,14 @@ class Transcript:
         if stopped and (ids[-1] in ends or tokenizer.token_bytes(ids[-1]) is None):
             self.ended = ids.pop()
             kinds.pop()
-        start = len(self.ids)
-        self.ids += ids
+        start = len(self)
+        self._own += ids
         self.kinds += kinds
         if isinstance(sample.stop_match, str):
             self.overhang = _overhang(ids, start, healed.decode("utf-8", "replace") + sample.text, tokenizer)
 
     def _note_logprobs(self, logprobs: Collection[float]) -> None:
-        start = len(self.ids)
+        start = len(self)
         for place, logprob in enumerate(logprobs):
             self.logprobs[start + place] = logprob
 

@@ -20,13 +20,14 @@ from agentrt.lang.waiting import Promise, await_future, wait
 class Feed:
     """Growing text, as the pieces in which it came."""
 
-    __slots__ = ("_lock", "_waiting", "closed", "error", "pieces")
+    __slots__ = ("_waiting", "closed", "error", "pieces")
+
+    _lock = threading.Lock()  #: of all feeds: it is held for an assignment at a time, and a lock each would cost every gen one
 
     def __init__(self, begin: str = "") -> None:
         self.pieces: list[str] = [begin] if begin else []
         self.closed = False
         self.error: BaseException | None = None
-        self._lock = threading.Lock()
         self._waiting: Future[None] | None = None
 
     def push(self, piece: str) -> None:
