@@ -88,6 +88,7 @@ def _torch() -> Iterator[Finding]:
         yield _triton()
     else:
         yield Finding("gpu", "none that torch sees; the CPU is used")
+        yield from _native_kernels()
 
 
 def _threads(threads: int) -> Finding:
@@ -96,6 +97,15 @@ def _threads(threads: int) -> Finding:
     if threads < cores and limit:
         return Finding("threads", f"OMP_NUM_THREADS={limit} holds torch to {threads} of {cores} cores", "unset OMP_NUM_THREADS to use them all")
     return Finding("threads", f"{threads} for {cores} cores")
+
+
+def _native_kernels() -> Iterator[Finding]:
+    """Which path each kernel takes; those that were never built are built now, in seconds."""
+    from agentrt.kernels.cpu.build import SOURCES, built
+
+    for name in sorted(source.stem for source in SOURCES.glob("*.cpp")):
+        kernel = built(name)
+        yield Finding(f"{name} kernels", kernel.found.partition("\n")[0], "" if kernel.library else "install a C++ compiler, such as g++, to be faster")
 
 
 def _triton() -> Finding:

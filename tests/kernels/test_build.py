@@ -1,0 +1,95 @@
+"""Native kernels are built once, share torch's threads, and their absence is no error."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agentrt.kernels.cpu import build
+
+SOURCE = """
+#include <omp.h>
+extern "C" int team(int threads) {
+    int size = 0;
+    #pragma omp parallel num_threads(threads)
+    #pragma omp single
+    size = omp_get_num_threads();
+    return size;
+}
+"""
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler here")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """Sources, cache and memory of its own."""
+    (tmp_path / "team.cpp").write_text(SOURCE)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setenv("AGENTRT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("AGENTRT_NATIVE", raising=False)
+    build.built.cache_clear()
+    build._say_once.cache_clear()
+    yield
+    build.built.cache_clear()
+    build._say_once.cache_clear()
+
+
+@needs_compiler
+def test_a_source_is_built_once_and_anew_when_it_changes(tmp_path, monkeypatch):
+    library = build.load("team")
+    assert isinstance(library, ctypes.CDLL)
+    assert library.team(2) == 2
+    assert build.load("team") is library
+    folder = tmp_path / "home" / "kernels"
+    (first,) = folder.glob("*.so")
+    assert not list(folder.glob("*.partial*"))
+    assert str(first) in build.built("team").found
+
+    build.built.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+        assert build.load("team").team(1) == 1
+    build.built.cache_clear()
+    (tmp_path / "team.cpp").write_text(SOURCE.replace("omp_get_num_threads()", "-1"))
+    assert build.load("team").team(1) == -1
+    assert len(list(folder.glob("*.so"))) == 2
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+def test_there_is_one_openmp_library_in_the_process(tmp_path):
+    code = (
+        "import sys, pathlib, torch\n"
+        "from agentrt.kernels.cpu import build\n"
+        f"build.SOURCES = pathlib.Path({str(tmp_path)!r})\n"
+        "assert build.load('team').team(2) == 2\n"
+        "maps = pathlib.Path('/proc/self/maps').read_text().split()\n"
+        "print(*sorted({part for part in maps if 'omp' in pathlib.Path(part).name and '.so' in part}), sep='\\n')\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert len(out.split()) == 1, out
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "broken source", "cache not writable", "switched off"])
+def test_without_a_kernel_there_is_a_reason_said_once(trouble, tmp_path, monkeypatch, caplog):
+    if trouble == "no compiler":
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.delenv("CXX", raising=False)
+    elif trouble == "broken source":
+        (tmp_path / "team.cpp").write_text("no C++")
+    elif trouble == "cache not writable":
+        (tmp_path / "home").write_text("a file where the folder should be")
+    else:
+        monkeypatch.setenv("AGENTRT_NATIVE", "0")
+    with caplog.at_level(logging.WARNING):
+        assert build.load("team") is None
+        build.built.cache_clear()
+        assert build.load("team") is None
+    assert len(caplog.records) == (0 if trouble == "switched off" else 1)
+    assert "torch path runs" in build.built("team").found
