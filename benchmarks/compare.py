@@ -5,7 +5,8 @@
 
 Each engine runs in a process of its own and is frozen while another is asked. Peers are installed into environments of their own on first
 use (`.clients`; minutes, and several gigabytes for vLLM); one that cannot be installed or started is left out by name, with the reason.
-Each has its prefix cache on, and the arithmetic that suits the processor; peers that read no GGUF get a float copy of the same weights.
+Each has its prefix cache on, and the arithmetic that suits the processor; peers that cannot read the GGUF get a copy of
+the same weights that they can: floats, or 8 bits for a kind of 5 that one of them lacks.
 Every repeat asks all engines, one after the other, before the next one begins; the table has medians, and the ratio to the best peer.
 With ``--json``, rows that the file has from earlier runs stay, so that a long comparison can be made row by row.
 """
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 from driver import CannotError, Setting, Told
 from environments import ENVIRONMENTS, LLAMACPP, OPENVINO, OURS, VLLM, CrashedError, Environment, PeerError
 from float_copy import float_copy
+from gguf_copy import readable_gguf
 from process import EngineProcess
 from rows import ROWS, SEED, Row, ask, missing
 
@@ -45,16 +47,17 @@ LONGEST_START = 60  # an engine that takes longer is started once for the row th
 
 @dataclass(frozen=True)
 class Contestant:
-    """An engine to be compared: where it is installed, its driver, and whether it reads the GGUF or the float copy."""
+    """An engine to be compared: where it is installed, its driver, and which copy of the weights it needs, if it cannot read the GGUF."""
 
     name: str
     environment: Environment
     driver: str
-    floats: bool = False
+    copy: Literal["", "floats", "readable"] = ""
 
     def setting(self, model: ModelFiles, threads: int) -> Setting:
-        folder = float_copy(model) if self.floats else model.folder
-        return Setting(str(model.gguf), str(folder), threads, CONTEXT, KV_BYTES)
+        folder = float_copy(model) if self.copy == "floats" else model.folder
+        gguf = readable_gguf(model) if self.copy == "readable" else model.gguf
+        return Setting(str(gguf), str(folder), threads, CONTEXT, KV_BYTES)
 
     def start(self, setting: Setting) -> EngineProcess:
         """Installs it if need be and starts it.
@@ -76,11 +79,11 @@ OURSELVES = Contestant("agentrt", OURS, "agentrt_driver.py")
 PEERS = {
     peer.name: peer
     for peer in (
-        Contestant("openvino", OPENVINO, "openvino_driver.py"),
-        Contestant("vllm", VLLM, "vllm_driver.py", floats=True),
+        Contestant("openvino", OPENVINO, "openvino_driver.py", copy="readable"),
+        Contestant("vllm", VLLM, "vllm_driver.py", copy="floats"),
         Contestant("llamacpp", LLAMACPP, "llamacpp_driver.py"),
         Contestant("guidance", LLAMACPP, "guidance_driver.py"),
-        Contestant("transformers", OURS, "transformers_driver.py", floats=True),
+        Contestant("transformers", OURS, "transformers_driver.py", copy="floats"),
     )
 }
 

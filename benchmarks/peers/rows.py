@@ -137,12 +137,25 @@ def branches(tokenizer: Tokenizer, repeat: int, quick: bool) -> Work:
     return None
 
 
+def closed(schema: Any) -> Any:
+    """A schema whose objects take no other properties than those it names: some engines read every schema so, which would make theirs the smaller work."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    shut = {key: closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        shut["properties"] = {name: closed(each) for name, each in schema["properties"].items()}
+        shut.setdefault("additionalProperties", False)
+    return shut
+
+
 def call_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
     """One call of one of the tools."""
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": tool["function"]["parameters"]},
+            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": closed(tool["function"]["parameters"])},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
@@ -158,7 +171,7 @@ def tool_calls(every: int, count: int, count_quick: int, tokens: int) -> Callabl
         wanting_one = [row for row in corpus(None, "all") if len(row["answers"]) == 1][::every]
         first = repeat * count if count < len(wanting_one) else 0
         rows = [wanting_one[(first + number) % len(wanting_one)] for number in range(count_quick if quick else count)]
-        salt = [{"role": "system", "content": f"You call tools. Session {repeat}."}]  # so that no repeat finds another's prompts
+        salt = [{"role": "system", "content": f"You call tools. Session {repeat}."}] if repeat else []  # so that none finds another's prompts
         prompts = [tokenizer.encode_chat([*salt, *row["messages"]], tools=row["tools"]) for row in rows]
         told = yield Part(ask(tokenizer, prompts, tokens, [call_schema(row["tools"]) for row in rows]))
         texts = told.texts or [tokenizer.decode(ids) for ids in told.answers or ()]
