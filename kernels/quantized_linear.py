@@ -1,0 +1,208 @@
+"""A linear layer whose weights have 4 or 8 bits and whose activations have 8: the format, its reference, and the native kernel.
+
+Weights and activations are quantised in groups of 32 along the input. A weight is ``scale * q + minimum`` (4 bits) or
+``scale * q`` (8 bits); an activation is ``scale * q`` with a scale of its own row and group. The reference puts the
+activations on that grid and multiplies in float32; the kernel (`cpu/linear.cpp`) sums each group in integers. Invariant:
+they agree to rounding at every number of rows, and with the kernel a row's result is the same, bit for bit, in any
+company. The idea of blocks with a scale is llama.cpp's; the layout is ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from agentrt.kernels.cpu.build import load
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+GROUP = 32
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A matrix in 4 or 8 bits.
+
+    Attributes:
+        inputs: Columns; the last group may be padded.
+        q: [out, groups, 32]: uint8 from 0 to 15, or int8.
+        scale: [out, groups], float16 or float32.
+        minimum: The same; None at 8 bits, where there is none.
+    """
+
+    inputs: int
+    q: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of a weight: 4 or 8."""
+        return 8 if self.minimum is None else 4
+
+    def dequantize(self) -> Tensor:
+        """The matrix in float32, [out, in]."""
+        values = self.q.float().mul_(self.scale.float().unsqueeze(-1))
+        if self.minimum is not None:
+            values.add_(self.minimum.float().unsqueeze(-1))
+        return values.flatten(1)[:, : self.inputs]
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int) -> QuantizedWeight:
+        """Quantises a matrix: at 4 bits from each group's smallest value to its largest, at 8 bits symmetrically.
+
+        Args:
+            weight: [out, in].
+            bits: 4 or 8.
+        """
+        groups = _grouped(weight.float())
+        low = groups.amin(-1)
+        high = groups.amax(-1)
+        if bits == 8:
+            (scale,) = _compact(torch.maximum(high, -low) / 127)
+            q = _divided(groups, scale).round_().clamp_(-127, 127).to(torch.int8)
+            return cls(weight.shape[1], q, scale)
+        scale, minimum = _compact((high - low) / 15, low)
+        q = _divided(groups - minimum.float().unsqueeze(-1), scale).round_().clamp_(0, 15).to(torch.uint8)
+        return cls(weight.shape[1], q, scale, minimum)
+
+
+def on_grid(x: Tensor) -> Tensor:
+    """Activations as the kernel sees them: each group of a row on a grid of 255 values around 0.
+
+    Args:
+        x: [rows, in].
+
+    Returns:
+        float32 [rows, in]; NaN in groups where something is not finite.
+    """
+    groups = _grouped(x.float())
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = 127 / largest
+    q = torch.where(inverse.isfinite(), groups * inverse, 0.0).round()
+    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    return q.mul_(scale).flatten(1)[:, : x.shape[1]]
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What the kernel computes, in torch.
+
+    Args:
+        x: [rows, in].
+        weight: float32 [out, in], dequantised.
+        bias: [out] or None.
+
+    Returns:
+        [rows, out] in the dtype of x.
+    """
+    return linear(on_grid(x), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The layer: on the native kernel where there is one, else on the reference, which holds the weights in float32.
+
+    Returns:
+        [rows, in] -> [rows, out], in the dtype that came in.
+    """
+    native = _native() if weight.q.device.type == "cpu" else None
+    if native is None:
+        return functools.partial(reference, weight=weight.dequantize(), bias=bias)
+    return NativeLinear(native, weight, bias)
+
+
+class NativeLinear:
+    """The layer on the native kernel; holds the weights in the kernel's own layout."""
+
+    def __init__(self, library: ctypes.CDLL, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        """Packs the weights."""
+        self._run = library.linear_run
+        self._inputs = weight.inputs
+        self._outputs, groups, _ = weight.q.shape
+        self._bits = weight.bits
+        self._half = int(weight.scale.dtype == torch.float16)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._packed = torch.empty(library.linear_packed_bytes(self._outputs, groups, self._bits, self._half), dtype=torch.uint8)
+        q, scale = weight.q.contiguous(), weight.scale.contiguous()
+        minimum = None if weight.minimum is None else weight.minimum.contiguous()
+        library.linear_pack(
+            q.data_ptr(),
+            scale.data_ptr(),
+            _address(minimum),
+            self._outputs,
+            groups,
+            self._bits,
+            self._half,
+            self._packed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        # Tensors never move, so their addresses are asked once.
+        self._addresses = (self._packed.data_ptr(), _address(self._bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out], in the dtype that came in."""
+        rows = x.shape[0]
+        values = x if x.dtype == torch.float32 else x.float()
+        if values.stride(1) != 1:
+            values = values.contiguous()
+        y = torch.empty(rows, self._outputs)
+        packed, bias = self._addresses
+        self._run(
+            values.data_ptr(),
+            values.stride(0),
+            rows,
+            self._inputs,
+            packed,
+            self._bits,
+            self._half,
+            bias,
+            y.data_ptr(),
+            self._outputs,
+            self._outputs,
+            torch.get_num_threads(),
+        )
+        return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+@functools.cache
+def _native() -> ctypes.CDLL | None:
+    """The library with its functions' types, or None."""
+    library = load("linear")
+    if library is not None:
+        library.linear_packed_bytes.argtypes = (_LONG, _LONG, _INT, _INT)
+        library.linear_packed_bytes.restype = _LONG
+        library.linear_pack.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _INT)
+        library.linear_pack.restype = None
+        library.linear_run.argtypes = (
+            *(_POINTER, _LONG, _LONG, _LONG),  # x, its stride, rows, inputs
+            *(_POINTER, _INT, _INT, _POINTER),  # packed, bits, half, bias
+            *(_POINTER, _LONG, _LONG, _INT),  # y, its stride, outputs, threads
+        )
+        library.linear_run.restype = None
+    return library
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """[rows, in] to [rows, groups, 32], padded with zeros."""
+    missing = -x.shape[1] % GROUP
+    return (pad(x, (0, missing)) if missing else x).unflatten(1, (-1, GROUP))
+
+
+def _compact(*parts: Tensor) -> tuple[Tensor, ...]:
+    """Float16 where that loses no more than its 11 bits, else float32; all parts alike."""
+    smallest, largest = torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max
+    fits = all(bool(((part == 0) | ((part.abs() >= smallest) & (part.abs() <= largest))).all()) for part in parts)
+    return tuple(part.half() for part in parts) if fits else parts
+
+
+def _divided(groups: Tensor, scale: Tensor) -> Tensor:
+    """Groups by their scales; 0 where the scale is."""
+    divisor = scale.float().unsqueeze(-1)
+    return torch.where(divisor == 0, 0.0, groups / divisor)
