@@ -164,7 +164,11 @@ class ServerConfig:
         named_tool_finish: finish_reason of an answer to a named tool_choice; "stop" is what OpenAI says.
         queued: Requests that wait, beyond those that run, before more are refused with 503.
         body_bytes: Size of a body (a long chat is a few megabytes).
+        bodies_bytes: Size of all bodies together that are being read or wait for their answer to begin.
+        json_values, json_depth: Values in one body, and how deep they nest: a small body can parse to a large heap.
         header_bytes: Size of the request line and all headers.
+        connections: Open at a time; one more is told to come back.
+        read_seconds: How long a client may take to send its headers, and its body; a second more for every 64 kB that came.
         n: Samples and prompts of one call, multiplied.
         messages: Messages of one chat.
         tools: Tools of one chat (tools' size is bounded as a constraint's is, see `Limits`).
@@ -189,7 +193,12 @@ class ServerConfig:
     named_tool_finish: Literal["stop", "tool_calls"] = "stop"
     queued: int = 1024
     body_bytes: int = 32_000_000
+    bodies_bytes: int = 512_000_000
+    json_values: int = 2_000_000
+    json_depth: int = 128
     header_bytes: int = 65_536
+    connections: int = 4096
+    read_seconds: float = 30.0
     n: int = 128
     messages: int = 16_384
     tools: int = 1024
@@ -206,7 +215,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("queued", "port", "remembered_tokens"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("body_bytes", "header_bytes", "n", "messages", "tools", "stored_responses", "stored_bytes", "programs"):
+        for name in ("body_bytes", "bodies_bytes", "json_values", "json_depth", "header_bytes", "connections", "n", "messages", "tools", "stored_responses", "stored_bytes", "programs"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("read_seconds", "stall_seconds", "keep_alive_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         if self.api_key is not None and not self.api_key.strip():
             raise UserError("api_key is empty; leave it out, or give one", param="api_key")

@@ -151,7 +151,7 @@ def block_body(block: Block) -> dict[str, Any]:
 def _object(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # cut by max_tokens
+    except (ValueError, RecursionError):  # cut by max_tokens
         return {}
 
 

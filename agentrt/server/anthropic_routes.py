@@ -14,7 +14,6 @@ from agentrt.server.blocks import BlockRow
 from agentrt.server.call import Call
 from agentrt.server.events import EventStream, event
 from agentrt.server.openai_convert import Face
-from agentrt.server.presence import while_present
 from agentrt.server.refusals import refusal_of
 from agentrt.server.service import Service, json_response
 
@@ -32,7 +31,7 @@ def anthropic_routes(service: Service, router: APIRouter) -> APIRouter:
         if body.stream:
             config = service.config
             return EventStream(_stream(call, face), keep_alive=config.keep_alive_seconds, stall=config.stall_seconds, on_end=call.end)
-        await while_present(http, call.whole())
+        await service.answered(http, call)
         usage = convert.usage_body(call.usages[0].prompt_tokens, call.usages[0])
         return json_response(convert.message_body(face.id, face.model, call.answers[0], usage))
 

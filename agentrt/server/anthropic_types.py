@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from agentrt.server.openai_types import Body
+from agentrt.server.openai_types import Body, Many, Number
 
 
 class TextBlock(BaseModel):
@@ -20,7 +20,7 @@ class MessageBody(BaseModel):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: StrictStr | list[dict[str, Any]]
+    content: StrictStr | Many[dict[str, Any]]
 
 
 class ToolBody(BaseModel):
@@ -73,9 +73,9 @@ class CountBody(Body):
     """POST /v1/messages/count_tokens."""
 
     model: StrictStr | None = None
-    messages: list[MessageBody]
-    system: StrictStr | list[TextBlock] | None = None
-    tools: list[ToolBody] | None = None
+    messages: Many[MessageBody]
+    system: StrictStr | Many[TextBlock] | None = None
+    tools: Many[ToolBody] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
@@ -87,9 +87,9 @@ class MessagesBody(CountBody):
     """POST /v1/messages."""
 
     max_tokens: StrictInt = Field(ge=1)
-    stop_sequences: list[StrictStr] | None = None
+    stop_sequences: Many[StrictStr] | None = None
     stream: StrictBool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: StrictInt | None = None
     inference_geo: StrictStr | None = None

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import reprlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
-import orjson
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -23,8 +20,10 @@ from agentrt.config import ServerConfig
 from agentrt.errors import AgentrtError, EngineError, UserError
 from agentrt.request import SamplingParams
 from agentrt.server.anthropic_routes import anthropic_routes
+from agentrt.server.bodies import strict_json_route
 from agentrt.server.gate import Gate
 from agentrt.server.inspector_routes import inspector_routes
+from agentrt.server.intake import Intake
 from agentrt.server.native_routes import native_routes
 from agentrt.server.openai_routes import openai_routes
 from agentrt.server.presence import ClientGoneError
@@ -37,31 +36,9 @@ _log = logging.getLogger("agentrt.server")
 #: Seconds between two questions to the engine whether it is alive.
 PULSE_SECONDS = 1.0
 
-
-class StrictJsonRequest(Request):
-    """A request whose body is JSON as the standard has it: no NaN, no lone surrogates, no bottomless nesting."""
-
-    async def json(self) -> Any:
-        """The body."""
-        if not hasattr(self, "_json"):
-            try:
-                self._json = orjson.loads(await self.body())
-            except orjson.JSONDecodeError as error:
-                raise json.JSONDecodeError(error.msg, error.doc if isinstance(error.doc, str) else "", error.pos) from error
-        return self._json
-
-
-class StrictJsonRoute(APIRoute):
-    """A route that reads its body so."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with the request exchanged."""
-        handler = super().get_route_handler()
-
-        async def handle(http: Request) -> Response:
-            return await handler(StrictJsonRequest(http.scope, http.receive))
-
-        return handle
+#: Shows values that are wrong, however large or deep they are.
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 3, 77, 77
 
 
 def create_app(
@@ -98,12 +75,14 @@ def create_app(
         if service.books.spans is not None:
             await asyncio.to_thread(service.books.spans.close)
 
-    app = FastAPI(title="agentrt", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, max_body_size=config.body_bytes)
+    app = FastAPI(title="agentrt", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
+    route = strict_json_route(max_values=config.json_values, max_depth=config.json_depth)
     for routes in (openai_routes, responses_routes, anthropic_routes, native_routes, inspector_routes):
-        app.include_router(routes(service, APIRouter(route_class=StrictJsonRoute)))
+        app.include_router(routes(service, APIRouter(route_class=route)))
     _tell_errors(app, service, on_death)
-    app.add_middleware(Gate, api_key=config.api_key, header_bytes=config.header_bytes)
+    app.add_middleware(Intake, seconds=config.read_seconds, body_bytes=config.body_bytes, total_bytes=config.bodies_bytes)
+    app.add_middleware(Gate, api_key=config.api_key, header_bytes=config.header_bytes, body_bytes=config.body_bytes, local=_is_loopback(config.host))
     return app
 
 
@@ -129,14 +108,30 @@ def _tell_errors(app: FastAPI, service: Service, on_death: Callable[[EngineError
 
     @app.exception_handler(HTTPException)
     async def plain(http: Request, error: HTTPException) -> Response:
-        message = error.detail if error.status_code != 404 else f"there is nothing at {http.method} {http.url.path}"
-        return told(http, Refusal(error.status_code, str(message), code="not_found" if error.status_code == 404 else None))
+        return told(http, _plain(http, error))
 
     @app.exception_handler(Exception)
     async def unknown(http: Request, error: Exception) -> Response:
         number = secrets.token_hex(4)
         _log.error("error %s in %s %s", number, http.method, http.url.path, exc_info=error)
         return told(http, Refusal(500, f"something went wrong inside; the server's log has it as {number}", "server_error", code="internal"))
+
+
+#: Short words for what is refused before a route reads it.
+_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large", 503: "overloaded"}
+
+
+def _plain(http: Request, error: HTTPException) -> Refusal:
+    message = {
+        404: f"there is nothing at {http.method} {http.url.path}",
+        405: f"{http.url.path} takes {(error.headers or {}).get('Allow', 'another method')}, not {http.method}",
+    }.get(error.status_code, str(error.detail))
+    kind = "invalid_request_error" if error.status_code < 500 else "overloaded_error"
+    return Refusal(error.status_code, message, kind, code=_CODES.get(error.status_code), headers=dict(error.headers or {}))
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def _malformed(error: RequestValidationError) -> Refusal:
@@ -148,10 +143,7 @@ def _malformed(error: RequestValidationError) -> Refusal:
     place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")
-    value = _shown(first.get("input"))
+    if not place and isinstance(first.get("input"), bytes):
+        return Refusal(415, "the body is not taken for JSON; send the header Content-Type: application/json", code="unsupported_media_type")
+    value = _SHOWN.repr(first.get("input"))
     return Refusal(400, f"{'.'.join(place) or 'the body'}: {first['msg']} (got {value})", param=".".join(place) or None, code="invalid_value")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -145,7 +145,7 @@ class Call:
                 ended = ", ".join(sorted(set(reasons)))
                 books.programs.note(Asked(request.program, flight.endpoint, request.prompt_ids, ids, usage, flight.started, now, ended))
             for answer in answers if self.remembers else ():
-                books.turns.remember(request.prompt_ids, answer.token_ids)
+                books.turns.remember(request.prompt_ids, answer.token_ids, request.cache_salt)
 
 
 def flight_summary(flight: Flight) -> dict[str, Any]:

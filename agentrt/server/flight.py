@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
 from agentrt.backend import Sink
-from agentrt.errors import QueueFullError
+from agentrt.errors import QueueFullError, UserError
 from agentrt.request import Request, TokenDelta, Usage
 
 
@@ -170,8 +170,11 @@ class FlightTable:
 
         Raises:
             QueueFullError: Too many wait, or the server is about to end.
+            UserError: Its id is another's, who would be aborted for it.
         """
         self.check_room(len(flight.requests))
+        if flight.call_id in self._flights:
+            raise UserError(f"request_id {flight.call_id!r} is under way; an id names one request at a time", param="request_id")
         self._flights[flight.call_id] = flight
         self._empty.clear()
 
@@ -189,7 +192,8 @@ class FlightTable:
 
     def remove(self, flight: Flight) -> None:
         """Forgets a flight that is over or was aborted."""
-        self._flights.pop(flight.call_id, None)
+        if self._flights.get(flight.call_id) is flight:
+            del self._flights[flight.call_id]
         if not self._flights:
             self._empty.set()
 

@@ -23,7 +23,7 @@ from agentrt.request import SamplingParams
 from agentrt.server.app import create_app
 
 #: Where clients of a transport believe the server to be.
-BASE_URL = "http://agentrt.local/v1"
+BASE_URL = "http://agentrt.localhost/v1"
 
 #: What the application says: its messages, then None, or what it raised.
 _Told = Message | BaseException | None

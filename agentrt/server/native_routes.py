@@ -17,9 +17,8 @@ from agentrt.server.answers import SampleAnswer
 from agentrt.server.call import Call
 from agentrt.server.events import DONE, EventStream, event
 from agentrt.server.native_types import AbortBody, GenerateBody, HoldBody, ProgramBody, SamplingBody
-from agentrt.server.openai_convert import functions_of
+from agentrt.server.openai_convert import bias_by_id, functions_of
 from agentrt.server.openai_types import DetokenizeBody, TokenizeBody
-from agentrt.server.presence import while_present
 from agentrt.server.prompting import Prepared
 from agentrt.server.refusals import not_found, refusal_of
 from agentrt.server.service import Service, json_response
@@ -49,7 +48,7 @@ def _generating(service: Service, router: APIRouter) -> None:
         if body.stream:
             config = service.config
             return EventStream(_stream(call), keep_alive=config.keep_alive_seconds, stall=config.stall_seconds, on_end=call.end)
-        await while_present(http, call.whole())
+        await service.answered(http, call)
         return json_response(_whole(call))
 
     @router.post("/abort")
@@ -109,7 +108,7 @@ def _sampling(body: SamplingBody) -> SamplingParams:
     if body.max_new_tokens is not None:
         values["max_tokens"] = body.max_new_tokens
     if body.logit_bias is not None:
-        values["logit_bias"] = _by_id(body.logit_bias)
+        values["logit_bias"] = bias_by_id(body.logit_bias)
     if body.grammar is not None:
         spec = body.grammar
         for name, value, allowed in (
@@ -121,13 +120,6 @@ def _sampling(body: SamplingBody) -> SamplingParams:
                 raise UserError(f"grammar.{name} is {value!r}; it must be one of {', '.join(allowed)}", param=f"grammar.{name}")
         values["grammar"] = GrammarSpec(**spec.model_dump() | {"options": tuple(sorted(spec.options.items()))})
     return SamplingParams(**values)
-
-
-def _by_id(bias: dict[str, float]) -> dict[int, float]:
-    wrong = next((key for key in bias if not key.isascii() or not key.isdigit()), None)
-    if wrong is not None:
-        raise UserError(f"logit_bias has the key {wrong!r}; keys are token ids", param="logit_bias")
-    return {int(key): value for key, value in bias.items()}
 
 
 def _after(service: Service, body: GenerateBody) -> Any:
@@ -260,7 +252,7 @@ def _programs(service: Service, router: APIRouter) -> None:
         """The programs that were seen lately."""
         return json_response({"programs": service.programs.names()})
 
-    @router.get("/programs/{program}/report")
+    @router.get("/programs/{program:path}/report")
     async def report(http: Request, program: str) -> Response:
         """What each call of a program reused, what it computed, and why: JSON, or a page for a browser."""
         if program not in service.programs:
@@ -270,13 +262,13 @@ def _programs(service: Service, router: APIRouter) -> None:
             return Response(made.to_html(), media_type="text/html", headers=_REPORT_POLICY)
         return json_response(made.values)
 
-    @router.post("/programs/{program}/hold")
+    @router.post("/programs/{program:path}/hold")
     async def hold(program: str, body: HoldBody) -> Response:
         """Keeps a program's prefixes while it waits."""
         await service.off_loop(lambda: service.backend.hold(program, body.seconds))
         return json_response({"program": program, "seconds": body.seconds})
 
-    @router.post("/programs/{program}/end")
+    @router.post("/programs/{program:path}/end")
     async def end(program: str) -> Response:
         """A program makes no more calls; what only it could use goes first."""
         await service.off_loop(lambda: service.backend.end_program(program))

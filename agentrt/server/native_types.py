@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+from agentrt.server.openai_types import Closed, Many, Number
 
 
-class GrammarBody(_Strict):
+class GrammarBody(Closed):
     """A `GrammarSpec`."""
 
     kind: StrictStr
@@ -22,23 +20,23 @@ class GrammarBody(_Strict):
     jump_forward: StrictStr = "on"
 
 
-class SamplingBody(_Strict):
+class SamplingBody(Closed):
     """`SamplingParams`, by the same names."""
 
     max_tokens: StrictInt | None = None
     max_new_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
-    temperature: float | None = None
+    temperature: Number | None = None
     top_k: StrictInt | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_regex: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    logit_bias: Annotated[dict[str, Number], Field(fail_fast=True)] | None = None
+    stop: StrictStr | Many[StrictStr] | None = None
+    stop_regex: StrictStr | Many[StrictStr] | None = None
+    stop_token_ids: Many[StrictInt] | None = None
     ignore_eos: StrictBool | None = None
     include_stop: StrictBool | None = None
     seed: StrictInt | None = None
@@ -48,9 +46,9 @@ class SamplingBody(_Strict):
     prompt_logprobs_start: StrictInt | None = None
     json_schema: Any = None
     regex: StrictStr | None = None
-    choices: list[StrictStr] | None = None
+    choices: Many[StrictStr] | None = None
     ebnf: StrictStr | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: StrictStr | None = None
     parallel_tool_calls: StrictBool | None = None
     grammar: GrammarBody | None = None
@@ -58,7 +56,7 @@ class SamplingBody(_Strict):
     max_resamples: StrictInt | None = None
 
 
-class ProgramBody(_Strict):
+class ProgramBody(Closed):
     """A `ProgramTag`."""
 
     program: StrictStr
@@ -67,12 +65,12 @@ class ProgramBody(_Strict):
     will_fork: StrictInt = 0
 
 
-class GenerateBody(_Strict):
+class GenerateBody(Closed):
     """POST /generate: one prompt."""
 
     text: StrictStr | None = None
-    input_ids: list[StrictInt] | None = None
-    messages: list[dict[str, Any]] | None = None
+    input_ids: Many[StrictInt] | None = None
+    messages: Many[dict[str, Any]] | None = None
     sampling_params: SamplingBody = Field(default_factory=SamplingBody)
     stream: StrictBool = False
     request_id: StrictStr | None = Field(default=None, max_length=256)
@@ -85,13 +83,13 @@ class GenerateBody(_Strict):
     end_program: StrictBool = False
 
 
-class HoldBody(_Strict):
+class HoldBody(Closed):
     """POST /programs/{id}/hold."""
 
     seconds: float = Field(ge=0, le=3600)
 
 
-class AbortBody(_Strict):
+class AbortBody(Closed):
     """POST /abort: one call, or all."""
 
     request_id: StrictStr | None = None

@@ -37,17 +37,22 @@ def sampling_fields(body: SamplingFields) -> dict[str, Any]:
     if body.include_stop_str_in_output is not None:
         given["include_stop"] = body.include_stop_str_in_output
     if body.logit_bias is not None:
-        given["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
+        given["logit_bias"] = bias_by_id(body.logit_bias)
     if body.max_tokens is not None:
         given["max_tokens"] = body.max_tokens
     return given
 
 
-def _token_id(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise UserError(f"logit_bias has the key {key!r}; keys are token ids", param="logit_bias") from None
+def bias_by_id(bias: Mapping[str, float]) -> dict[int, float]:
+    """A logit_bias with token ids for keys, which are texts in JSON.
+
+    Raises:
+        UserError: A key is no token id.
+    """
+    wrong = next((key for key in bias if not key.isascii() or not key.isdigit() or len(key) > 18), None)
+    if wrong is not None:
+        raise UserError(f"logit_bias has the key {wrong[:40]!r}; keys are token ids", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}
 
 
 def constraint_of(body: SamplingFields, response_format: ResponseFormat | None = None) -> Constraint | None:

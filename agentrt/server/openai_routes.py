@@ -16,7 +16,6 @@ from agentrt.server.asks import ChatAsk
 from agentrt.server.call import Call
 from agentrt.server.events import DONE, EventStream, event
 from agentrt.server.openai_types import ChatBody, CompletionBody, EmbeddingBody, SamplingFields
-from agentrt.server.presence import while_present
 from agentrt.server.refusals import Refusal, Refused, not_found, refusal_of
 from agentrt.server.service import Service, json_response
 
@@ -100,7 +99,7 @@ class Writer:
 async def respond(service: Service, http: Request, call: Call, body: SamplingFields, writer: Writer) -> Response:
     """Sends a call's answer, streamed or whole."""
     if not body.stream:
-        await while_present(http, call.whole())
+        await service.answered(http, call)
         return json_response(writer.whole(call))
     config = service.config
     return EventStream(_stream(call, writer), keep_alive=config.keep_alive_seconds, stall=config.stall_seconds, on_end=call.end)

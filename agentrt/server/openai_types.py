@@ -6,7 +6,7 @@ request is refused; none is dropped in silence. ``null`` is as good as absent ev
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
@@ -32,24 +32,34 @@ LACKED = {
     "web_search_options": "give the model a search tool",
 }
 
+T = TypeVar("T")
 Text = StrictStr
-Number = Annotated[float, Field(strict=False)]
+Number = Annotated[float, Field(strict=True)]
+#: A list whose first wrong item refuses it: to name each of a million would take more memory than the list.
+Many = Annotated[list[T], Field(fail_fast=True)]
 
 
-class Body(BaseModel):
-    """A body whose unknown fields are refused by name."""
+class Closed(BaseModel):
+    """An object whose unknown fields are refused by name, the first one alone."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    harmless: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="after")
-    def _refuse_unknown(self) -> Body:
+    def _refuse_unknown(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in HARMLESS:
+            if value is None or name in self.harmless:
                 continue
             if name in LACKED:
                 raise UserError(f"{name} is not supported; {LACKED[name]}", param=name)
-            raise UserError(f"{name!r} is not a field that is known here", param=name)
+            raise UserError(f"{name[:64]!r} is not a field that is known here", param=name[:64])
         return self
+
+
+class Body(Closed):
+    """The body of a request to one of the APIs that others made."""
+
+    harmless = HARMLESS
 
 
 class StreamOptions(BaseModel):
@@ -59,14 +69,12 @@ class StreamOptions(BaseModel):
     include_obfuscation: StrictBool | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Closed):
     """vLLM's way to ask for a constraint."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     json_schema: Any = Field(default=None, alias="json")
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Many[Text] | None = None
     grammar: Text | None = None
     json_object: StrictBool | None = None
     structural_tag: Any = None
@@ -85,13 +93,13 @@ class SamplingFields(Body):
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
     n: StrictInt | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[StrictInt] | None = None
-    stop_regex: Text | list[Text] | None = None
+    stop: Text | Many[Text] | None = None
+    stop_token_ids: Many[StrictInt] | None = None
+    stop_regex: Text | Many[Text] | None = None
     include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     seed: StrictInt | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(fail_fast=True)] | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
@@ -101,12 +109,12 @@ class SamplingFields(Body):
     # constraints
     regex: Text | None = None
     ebnf: Text | None = None
-    choices: list[Text] | None = None
+    choices: Many[Text] | None = None
     json_schema: Any = None
     grammar: Text | None = None
     guided_json: Any = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Many[Text] | None = None
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
     strict: StrictBool | None = None
@@ -162,26 +170,26 @@ class NamedTool(BaseModel):
 class ChatBody(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Many[dict[str, Any]]
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Text | None = None
-    thinking_budget: StrictInt | None = None
+    thinking_budget: Annotated[StrictInt, Field(ge=0)] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
 
 
 class CompletionBody(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text] | list[StrictInt] | list[list[StrictInt]]
+    prompt: Text | Many[Text] | Many[StrictInt] | Many[Many[StrictInt]]
     logprobs: StrictInt | None = None
     echo: StrictBool | None = None
     suffix: Text | None = None
@@ -206,8 +214,8 @@ class TokenizeBody(BaseModel):
     model: Text | None = None
     prompt: Text | None = None
     text: Text | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[dict[str, Any]] | None = None
+    tools: Many[Tool] | None = None
     add_generation_prompt: StrictBool = True
     add_special_tokens: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -220,6 +228,6 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: Text | None = None
-    tokens: list[StrictInt]
+    tokens: Many[StrictInt]
     skip_special_tokens: StrictBool = True
     return_token_bytes: StrictBool = False

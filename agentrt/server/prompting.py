@@ -107,7 +107,7 @@ class Prompter:
             messages = messages[:-1]
         tools = [{"type": "function", "function": dict(function)} for function in ask.functions] or None
         ids = self._backend.tokenizer.encode_chat(messages, tools=tools, **ask.template)
-        return self._turns.recall([*ids, *self._backend.tokenizer.encode(prefill)] if prefill else ids)
+        return self._turns.recall([*ids, *self._backend.tokenizer.encode(prefill)] if prefill else ids, ask.options.cache_salt)
 
     def _tools_grammar(self, ask: ChatAsk) -> GrammarSpec:
         schema = None if ask.constraint is None or ask.tool_choice != "auto" else _schema_text(ask.constraint)

@@ -17,7 +17,6 @@ from agentrt.server.blocks import BlockRow
 from agentrt.server.call import Call
 from agentrt.server.events import EventStream, event
 from agentrt.server.openai_convert import chat_logprobs
-from agentrt.server.presence import while_present
 from agentrt.server.refusals import not_found, refusal_of
 from agentrt.server.responses_store import ResponseStore, Stored
 from agentrt.server.responses_types import ResponseBody
@@ -160,7 +159,7 @@ def responses_routes(service: Service, router: APIRouter) -> APIRouter:
         if body.stream:
             config = service.config
             return EventStream(responder.stream(begun), keep_alive=config.keep_alive_seconds, stall=config.stall_seconds, on_end=begun.call.end)
-        await while_present(http, begun.call.whole())
+        await service.answered(http, begun.call)
         return json_response(responder.finish(begun))
 
     @router.get("/v1/responses/{response_id}")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from agentrt.server.openai_types import Body, StreamOptions
+from agentrt.server.openai_types import Body, Many, Number, StreamOptions
 
 
 class ResponseTool(BaseModel):
@@ -59,17 +59,17 @@ class ResponseBody(Body):
     """POST /v1/responses."""
 
     model: StrictStr | None = None
-    input: StrictStr | list[dict[str, Any]]
+    input: StrictStr | Many[dict[str, Any]]
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
     max_tool_calls: StrictInt | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Many[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: StrictBool | None = None
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_logprobs: StrictInt | None = None
     previous_response_id: StrictStr | None = None
     store: StrictBool | None = None

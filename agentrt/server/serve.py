@@ -24,9 +24,9 @@ from agentrt.request import SamplingParams
 from agentrt.server.app import create_app
 from agentrt.server.flight import FlightTable
 from agentrt.server.gate import OPEN_PATHS
-from agentrt.server.logs import log_config
 from agentrt.server.refusals import Refusal
 from agentrt.server.service import json_response
+from agentrt.server.wire import wire_config
 
 _log = logging.getLogger("agentrt.server")
 
@@ -187,18 +187,7 @@ def serve(
 
     async def main() -> int:
         front = Front()
-        settings = uvicorn.Config(
-            front,
-            host=config.host,
-            port=config.port,
-            lifespan="off",
-            log_config=log_config(config.log_format),
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=5,
-            h11_max_incomplete_event_size=config.header_bytes,
-            server_header=False,
-        )
-        server = _Server(settings, config.drain_seconds)
+        server = _Server(wire_config(front, config), config.drain_seconds)
         await server.host(front, load, config, sampling_of)
         return 1 if server.engine_died or not server.started else 0
 

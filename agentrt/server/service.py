@@ -145,6 +145,19 @@ class Service:
             raise
         return call
 
+    async def answered(self, http: HttpRequest, call: Call) -> None:
+        """Waits until a call's answer is whole, as long as the client does.
+
+        Raises:
+            AgentrtError: It failed.
+            ClientGoneError: The client hung up.
+        """
+        try:
+            await while_present(http, call.whole())
+        except BaseException as error:
+            call.end(error)
+            raise
+
     def _runway(self, prepared: Prepared) -> Runway:
         marks = self.habits.thinking
         if not prepared.thinks_first or marks is None:

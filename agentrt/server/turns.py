@@ -2,8 +2,8 @@
 
 A model may have generated tokens that are not how its tokenizer would split their text. A client sends text back, and
 its prompt, tokenised anew, would part from the cache there. Here the remembered ids take the place of the retokenised
-ones wherever the text is the same. Invariant: the text of a prompt never changes, and neither do its ids before the
-first remembered answer; what is remembered has a bound.
+ones wherever the text is the same. Invariant: tenants with different salts share nothing; the text of a prompt never
+changes, and neither do its ids before the first remembered answer; what is remembered has a bound.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _BASE = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
+    salt: str
     prompt: array[int]
     answer: tuple[int, ...]
 
@@ -41,14 +42,20 @@ class TurnMemory:
         self._turns: OrderedDict[tuple[int, int], _Turn] = OrderedDict()
         self._lock = threading.Lock()
 
-    def remember(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
-        """Remembers an answer; its end token, if it has one, is left to the template."""
+    def remember(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], salt: str = "") -> None:
+        """Remembers an answer; its end token, if it has one, is left to the template.
+
+        Args:
+            prompt_ids: What was answered.
+            answer_ids: The answer.
+            salt: Tenants of another salt must not learn of it.
+        """
         ends = set(self._tokenizer.eos_ids)
         answer = tuple(answer_ids[:-1] if answer_ids and answer_ids[-1] in ends else answer_ids)
-        turn = _Turn(array("q", prompt_ids), answer)
+        turn = _Turn(salt, array("q", prompt_ids), answer)
         if not answer or turn.tokens > self._max_tokens:
             return
-        digest = 0
+        digest = hash(salt) & _MASK
         for token_id in prompt_ids:
             digest = (digest * _BASE + token_id + 1) & _MASK
         with self._lock:
@@ -63,19 +70,19 @@ class TurnMemory:
         if turn is not None:
             self._tokens -= turn.tokens
 
-    def recall(self, ids: Sequence[int]) -> list[int]:
-        """`ids` with every remembered answer in the place of its retokenised text."""
-        fed = list(ids)
-        digest, at = 0, 0
+    def recall(self, ids: Sequence[int], salt: str = "") -> list[int]:
+        """`ids` with every remembered answer of that salt in the place of its retokenised text."""
+        fed = array("q", ids)
+        digest, at = hash(salt) & _MASK, 0
         while at < len(fed) and self._turns:
             digest = (digest * _BASE + fed[at] + 1) & _MASK
             at += 1
             turn = self._turns.get((at, digest))
-            if turn is not None and turn.prompt == array("q", fed[:at]):
+            if turn is not None and turn.salt == salt and turn.prompt == fed[:at]:
                 self._splice(fed, at, turn.answer)
-        return fed
+        return fed.tolist()
 
-    def _splice(self, fed: list[int], at: int, answer: tuple[int, ...]) -> None:
+    def _splice(self, fed: array[int], at: int, answer: tuple[int, ...]) -> None:
         """Puts `answer` at `at` if the ids there spell the same text, whole tokens."""
         if tuple(fed[at : at + len(answer)]) == answer:
             return
@@ -88,7 +95,7 @@ class TurnMemory:
             found += piece
             if len(found) >= len(wanted):
                 if found == wanted:
-                    fed[at : end + 1] = answer
+                    fed[at : end + 1] = array("q", answer)
                 return
 
     def _bytes(self, ids: Sequence[int]) -> bytes | None:

@@ -91,7 +91,7 @@ def _plain_call(index: int, call: Any) -> dict[str, Any]:
 def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments  # what the model wrote was no JSON; it sees its own words again
 
 

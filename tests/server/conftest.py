@@ -16,6 +16,8 @@ from agentrt.backend import Backend
 from agentrt.backends.scripted import ScriptedBackend
 from agentrt.config import ServerConfig
 from agentrt.server.app import create_app
+from agentrt.server.intake import Intake
+from agentrt.server.wire import wire_config
 
 
 class LiveServer:
@@ -28,13 +30,24 @@ class LiveServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=1))
+        settings = wire_config(self.app, config or ServerConfig(), lifespan="on", log_level="error", log_config=None, timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
         until(lambda: self._server.started)
 
     def client(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    def bodies(self) -> int:
+        """Bytes of bodies that are held."""
+        layer = self.app.middleware_stack
+        while not isinstance(layer, Intake):
+            layer = getattr(layer, "app", None) or layer._app
+        return layer.held_bytes
 
     def close(self) -> None:
         self._server.should_exit = True
