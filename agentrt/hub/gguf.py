@@ -4,7 +4,8 @@ The weights become float32 under Hugging Face's names, except that the rows of q
 ``self_attn.qkv_proj`` and those of gate and up to ``mlp.gate_up_proj``, as the decoder multiplies them
 (``"agentrt_fused": true`` in ``config.json``). What llama.cpp did to the weights is undone: the order of q's and k's
 rows for the architecture llama, and the 1 added to Gemma's norms. Tensors go through a few rows at a time, so memory
-stays small whatever the model's size. Invariant: the folder appears by one rename, when everything in it is complete.
+stays small whatever the model's size. Quantised matrices are kept beside that as they are, block for block, in
+`BLOCKS_FILE`, so that they can be multiplied in their own bits. Invariant: the folder appears by one rename, when everything in it is complete.
 """
 
 from __future__ import annotations
@@ -17,16 +18,22 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrt.errors import ModelError
 from agentrt.hub.gguf_config import generation_config, model_config
-from agentrt.hub.gguf_file import GgufFile
+from agentrt.hub.gguf_file import UNQUANTISED, GgufFile
 from agentrt.hub.model_cache import conversion_key, converted_path, is_complete, locked
 from agentrt.hub.tokenizer_files import write_tokenizer_files
+
+_Value = TypeVar("_Value", bound=np.generic)
+
+#: Safetensors with the bytes of the quantised matrices: "<name>.<part>", uint8 [rows, bytes a row], the parts of a fused
+#: matrix one after the other, each with its GGML type in the metadata.
+BLOCKS_FILE = "gguf.blocks"
 
 _ALIGNMENT = 64  # of the tensors in the result, so that a mapped tensor suits any kernel
 
@@ -59,6 +66,17 @@ class _Output:
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor to be written: what a safetensors header says of it, and its content, piece by piece."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    content: Iterator[NDArray[Any]]
 
 
 def convert(path: Path) -> Path:
@@ -111,7 +129,10 @@ def write_model_folder(file: GgufFile, folder: Path) -> None:
         write_tokenizer_files(file.metadata, folder)
     except ModelError as error:
         raise ModelError(f"{file.path}: {error}", param="model") from error
-    _write_safetensors(file, outputs, config, folder / "model.safetensors")
+    weights = [_weight_entry(file, output, config) for output in outputs]
+    _write_safetensors(weights, {"format": "pt"}, folder / "model.safetensors")
+    blocks = {name: entry for output in outputs for name, entry in _block_entries(file, output, config)}
+    _write_safetensors([entry for _, entry in blocks.values()], {n: t for n, (t, _) in blocks.items()}, folder / BLOCKS_FILE)
     _write_json(folder / "generation_config.json", generation_config(file.metadata))
     named = {"agentrt_fused": True, "agentrt_name": file.metadata.get("general.name"), "agentrt_gguf": str(file.path)}
     _write_json(folder / "config.json", config | named)
@@ -159,42 +180,73 @@ def _layer_outputs(file: GgufFile, layer: int, *, gemma: bool) -> Iterator[tuple
                 yield f"model.layers.{layer}.{theirs}.{suffix}", (source,)
 
 
-def _write_safetensors(file: GgufFile, outputs: list[_Output], config: Mapping[str, Any], path: Path) -> None:
+def _weight_entry(file: GgufFile, output: _Output, config: Mapping[str, Any]) -> _Entry:
+    rows = (rows for source in output.sources for rows in _restored(file, source, config))
+    content = (np.ascontiguousarray(part, dtype="<f4") for part in rows)
+    return _Entry(output.name, "F32", output.shape, math.prod(output.shape) * 4, content)
+
+
+def _block_entries(file: GgufFile, output: _Output, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, _Entry]]]:
+    """The quantised sources of a matrix, if all of them are: (name, (GGML type, bytes))."""
+    sources = [file.tensors[source] for source in output.sources]
+    if len(output.shape) != 2 or any(source.type_name in UNQUANTISED for source in sources):
+        return
+    for part, source in enumerate(sources):
+        name = f"{output.name}.{part}"
+        shape = (source.shape[0], source.nbytes // source.shape[0])
+        yield name, (source.type_name, _Entry(name, "U8", shape, source.nbytes, _restored_blocks(file, source.name, shape, config)))
+
+
+def _write_safetensors(entries: list[_Entry], metadata: Mapping[str, str], path: Path) -> None:
     """Writes the tensors in turn. The safetensors package would want them all in memory at once."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
-    for output in outputs:
-        nbytes = math.prod(output.shape) * 4
-        header[output.name] = {"dtype": "F32", "shape": output.shape, "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+    for entry in entries:
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, offset + entry.nbytes]}
+        offset += entry.nbytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
     with path.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
-        for output in outputs:
-            for source in output.sources:
-                for rows in _restored(file, source, config):
-                    out.write(np.ascontiguousarray(rows, dtype="<f4").data)
+        for entry in entries:
+            for content in entry.content:
+                out.write(content.data)
+
+
+def _heads_to_restore(source: str, file: GgufFile, config: Mapping[str, Any]) -> int | None:
+    """How many heads' rows llama.cpp has put in another order; None if it has not."""
+    leaf = _leaf(source)
+    if file.metadata["general.architecture"] in ("llama", "mistral") and leaf in ("attn_q", "attn_k"):
+        return int(config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"])
+    return None
 
 
 def _restored(file: GgufFile, source: str, config: Mapping[str, Any]) -> Iterator[NDArray[np.float32]]:
     """The source's rows as Hugging Face has them, a few at a time."""
-    leaf = match[2] if (match := _LAYER.fullmatch(source)) else source.partition(".")[0]
-    architecture = file.metadata["general.architecture"]
-    if architecture in ("llama", "mistral") and leaf in ("attn_q", "attn_k"):
-        heads = config["num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"]
+    if heads := _heads_to_restore(source, file, config):
         yield _halves_together(file.read(source), heads)
-    elif architecture.startswith("gemma") and leaf.endswith("norm"):
+    elif file.metadata["general.architecture"].startswith("gemma") and _leaf(source).endswith("norm"):
         yield file.read(source) - np.float32(1)  # Gemma multiplies by 1 + weight, and llama.cpp stores the sum
     else:
         yield from file.rows(source)
 
 
-def _halves_together(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def _restored_blocks(file: GgufFile, source: str, shape: tuple[int, int], config: Mapping[str, Any]) -> Iterator[NDArray[np.uint8]]:
+    """The source's bytes, its rows as Hugging Face has them: blocks lie along a row, so they move with it."""
+    rows = np.frombuffer(file.raw(source), np.uint8).reshape(shape)
+    heads = _heads_to_restore(source, file, config)
+    yield np.ascontiguousarray(_halves_together(rows, heads)) if heads else rows
+
+
+def _leaf(source: str) -> str:
+    return match[2] if (match := _LAYER.fullmatch(source)) else source.partition(".")[0]
+
+
+def _halves_together(weight: NDArray[_Value], heads: int) -> NDArray[_Value]:
     """Undoes llama.cpp's order of a head's rows, in which the two halves that rotate together alternate.
 
     Args:
-        weight: float32 [heads * head_dim, ...].
+        weight: [heads * head_dim, ...].
         heads: How many heads.
 
     Returns:

@@ -36,6 +36,9 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     30: ("BF16", 1, 2),
 }
 
+#: Types whose values stand alone.
+UNQUANTISED = frozenset({"F32", "F16", "BF16"})
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _ROWS_AT_ONCE = 4 << 20  # values dequantised at once: 16 MB of float32

@@ -31,7 +31,7 @@ from agentrt.errors import ModelError
 from agentrt.hub.catalog import CATALOG, CatalogEntry, resolve
 
 #: Part of a converted folder's name; raise it when the result of a conversion changes.
-CONVERTED_LAYOUT = 1
+CONVERTED_LAYOUT = 2
 
 _BLOCK = 4 << 20
 

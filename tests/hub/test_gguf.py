@@ -5,6 +5,7 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -305,3 +306,18 @@ def test_the_default_models_weights_are_those_that_the_gguf_package_reads() -> N
         np.testing.assert_array_equal(mine[f"model.layers.{layer}.mlp.down_proj.weight"], theirs[f"blk.{layer}.ffn_down.weight"])
     np.testing.assert_array_equal(mine["model.embed_tokens.weight"], theirs["token_embd.weight"])
     assert json.loads((files.folder / "config.json").read_text())["vocab_size"] == 49_152
+
+
+def test_quantised_matrices_are_kept_block_for_block(write_gguf: Any, byte_level_vocabulary: Any) -> None:
+    plain = tiny_tensors(len(byte_level_vocabulary["tokens"]))
+    types = {name: "Q8_0" if "attn_v" in name else "Q4_1" for name in plain if name.startswith("blk") and "norm" not in name}
+    folder = conversion.convert(write_gguf("llama", SHAPE, plain, types=types))
+    tensors = read_all(folder)
+    with safe_open(folder / conversion.BLOCKS_FILE, "np") as file:
+        kinds = file.metadata()
+        for name in {name.rpartition(".")[0] for name in kinds}:
+            parts = [f"{name}.{part}" for part in range(3) if f"{name}.{part}" in kinds]
+            values = [gguf.dequantize(file.get_tensor(part), gguf.GGMLQuantizationType[kinds[part]]) for part in parts]
+            np.testing.assert_array_equal(np.concatenate(values), tensors[name])
+    assert "model.embed_tokens.weight.0" not in kinds
+    assert kinds["model.layers.0.self_attn.qkv_proj.weight.2"] == "Q8_0"
