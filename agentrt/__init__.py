@@ -53,6 +53,9 @@ _HOME: dict[str, str] = {
     "user_end": "agentrt.lang.expressions",
     "assistant_begin": "agentrt.lang.expressions",
     "assistant_end": "agentrt.lang.expressions",
+    "token_length_normalized": "agentrt.lang.expressions",
+    "greedy_token_selection": "agentrt.lang.expressions",
+    "unconditional_likelihood_normalized": "agentrt.lang.expressions",
     "special": "agentrt.lang.expressions",
     "separate_reasoning": "agentrt.lang.expressions",
     "image": "agentrt.lang.expressions",
@@ -87,10 +90,19 @@ _HOME: dict[str, str] = {
 
 __all__ = ["__version__", *sorted(_HOME)]
 
+#: Names that programs written elsewhere look for, and what stands in their place.
+_INSTEAD = {
+    "LiteLLM": "OpenAI(model, base_url=...), with the address of LiteLLM's proxy",
+    "VertexAI": "OpenAI(model, base_url=...), with the address of Vertex AI's OpenAI-compatible endpoint",
+    "global_config": "EngineConfig, or the keywords of Engine(...)",
+    "ServerArgs": "EngineConfig, or the keywords of Engine(...)",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'agentrt' has no attribute {name!r}")
+        hint = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'agentrt' has no attribute {name!r}{hint}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
@@ -140,6 +152,7 @@ if TYPE_CHECKING:
     from agentrt.lang.expressions import gen as gen
     from agentrt.lang.expressions import gen_int as gen_int
     from agentrt.lang.expressions import gen_string as gen_string
+    from agentrt.lang.expressions import greedy_token_selection as greedy_token_selection
     from agentrt.lang.expressions import image as image
     from agentrt.lang.expressions import select as select
     from agentrt.lang.expressions import separate_reasoning as separate_reasoning
@@ -147,6 +160,8 @@ if TYPE_CHECKING:
     from agentrt.lang.expressions import system as system
     from agentrt.lang.expressions import system_begin as system_begin
     from agentrt.lang.expressions import system_end as system_end
+    from agentrt.lang.expressions import token_length_normalized as token_length_normalized
+    from agentrt.lang.expressions import unconditional_likelihood_normalized as unconditional_likelihood_normalized
     from agentrt.lang.expressions import user as user
     from agentrt.lang.expressions import user_begin as user_begin
     from agentrt.lang.expressions import user_end as user_end

@@ -60,6 +60,11 @@ def _check(condition: bool, param: str, value: object, rule: str) -> None:
         raise UserError(f"{param} is {value!r}; it must be {rule}", param=param)
 
 
+def _tuple(param: str, value: Any, rule: str) -> tuple[Any, ...]:
+    _check(value is None or isinstance(value, Iterable), param, value, rule)
+    return tuple(value or ())
+
+
 def _finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -136,10 +141,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_regex"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
-            texts = getattr(self, name)
-            _check(all(isinstance(s, str) and s for s in texts), name, value, "a non-empty string or a list of them")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+            rule = "a non-empty string or a list of them"
+            texts = (value,) if isinstance(value, str) else _tuple(name, value, rule)
+            object.__setattr__(self, name, texts)
+            _check(all(isinstance(s, str) and s for s in texts), name, value, rule)
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids"))
         for name, low in (("max_tokens", 0), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", None)):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, int) and not isinstance(value, bool) and (low is None or value >= low))

@@ -51,6 +51,7 @@ IDLE_SECONDS = 0.2  #: after which the thread ends
 KNOWN_ANSWERS = 1024  #: most answers whose steps are kept ready
 
 Script = Callable[[str, Request], "str | Answer"]
+Said = Script | str | Answer | Sequence[str | Answer]
 Score = Callable[[Sequence[int], int], float]  #: (ids before, id) -> its log-probability
 
 
@@ -122,7 +123,7 @@ class ScriptedBackend:
 
     Args:
         script: Function of (prompt text, request) that returns a text or an `Answer`, or raises what the request fails
-            with; or a text that is always said; or a list of texts, said one after another and then again.
+            with; or a text (or `Answer`) that is always said; or a list of them, said one after another and then again.
         tokens_per_delta: How many tokens a step adds to a request.
         step_seconds: How long a step takes.
         inline: Answer inside `submit`, without a thread of its own; delays are not waited for.
@@ -142,7 +143,7 @@ class ScriptedBackend:
 
     def __init__(
         self,
-        script: Script | str | Sequence[str] = "ok",
+        script: Said = "ok",
         *,
         tokens_per_delta: int = 1,
         step_seconds: float = 0.0,
@@ -613,17 +614,20 @@ def _schema_violation(text: str, schema: Any) -> str:
     return ""
 
 
-def _as_script(script: Script | str | Sequence[str], tokenizer: ByteTokenizer) -> Callable[[Request], Answer]:
-    if isinstance(script, str):
-        always = Answer(script)
+def _as_script(script: Said, tokenizer: ByteTokenizer) -> Callable[[Request], Answer]:
+    if isinstance(script, str | Answer):
+        always = _as_answer(script)
         return lambda request: always
     if callable(script):
         return partial(_ask_script, script, tokenizer)
-    answers, turn = [Answer(text) for text in script], count()
+    answers, turn = [_as_answer(said) for said in script], count()
     return lambda request: answers[next(turn) % len(answers)]
 
 
 def _ask_script(script: Script, tokenizer: ByteTokenizer, request: Request) -> Answer:
     prompt = tokenizer.decode(request.prompt_ids, skip_special=False) + request.prompt_tail.decode("utf-8", "replace")
-    answer = script(prompt, request)
-    return answer if isinstance(answer, Answer) else Answer(answer)
+    return _as_answer(script(prompt, request))
+
+
+def _as_answer(said: str | Answer) -> Answer:
+    return said if isinstance(said, Answer) else Answer(said)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from agentrt.request import GrammarSpec, SamplingParams
 Options = dict[str, str | int | bool]
 #: The field of a request that each kind of constraint comes from: what errors call it.
 FIELDS = {"json_schema": "json_schema", "regex": "regex", "choices": "choices", "lark": "ebnf", "tools": "tools", "structural": "grammar"}
+
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def _frozen(options: Options) -> tuple[tuple[str, str | int | bool], ...]:
@@ -113,12 +116,23 @@ def choices_spec(choices: Sequence[str]) -> GrammarSpec:
 
 
 def lark_spec(text: str) -> GrammarSpec:
-    """The spec of a grammar in lark's notation (llguidance's variant)."""
+    """The spec of a grammar in lark's notation (llguidance's variant, with a rule named start), or in GBNF (``root ::= ...``)."""
     if not isinstance(text, str) or not text.strip():
         raise GrammarError(f"ebnf is {text!r}; it must be a grammar in lark notation, with a rule named start", param="ebnf")
-    if "::=" in text:
-        raise GrammarError("ebnf is in GBNF notation (it has '::='); lark notation is understood, as in  start: \"yes\" | \"no\"", keyword="::=", param="ebnf")
-    return GrammarSpec("lark", text)
+    return GrammarSpec("lark", _from_gbnf(text) if _GBNF_RULE.search(text) else text)
+
+
+def _from_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        lark: str = gbnf_to_lark(text)
+    except Exception as error:  # it raises plain exceptions, too
+        raise GrammarError(
+            f"ebnf is in GBNF notation (it has '::='), but is not right: {error}. In lark notation it reads  start: \"yes\" | \"no\"",
+            keyword="::=", param="ebnf",
+        ) from error  # fmt: skip
+    return lark
 
 
 def tools_spec(

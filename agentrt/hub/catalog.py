@@ -186,7 +186,7 @@ def _unknown(wanted: str, path: Path) -> str:
         return f"there is no file or folder {wanted!r}"
     known = ", ".join(CATALOG)
     near = difflib.get_close_matches(wanted.lower(), list(_BY_ANY_NAME), n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
     hub = f" For a model of the hub write hf:{wanted}." if _HUB_ID.fullmatch(wanted) else ""
     return (
         f"no model is named {wanted!r}{hint} Known names: {known}. "

@@ -18,11 +18,11 @@ from agentrt.lang.options import sampling_fields
 from agentrt.lang.reasoning import known_family
 from agentrt.lang.values import ValueType, value_type
 
-METHODS: tuple[ir.ChoicesMethod, ...] = (
-    "token_length_normalized",
-    "greedy_token_selection",
-    "unconditional_likelihood_normalized",
-)
+token_length_normalized: ir.ChoicesMethod = "token_length_normalized"
+greedy_token_selection: ir.ChoicesMethod = "greedy_token_selection"
+unconditional_likelihood_normalized: ir.ChoicesMethod = "unconditional_likelihood_normalized"
+
+METHODS = (token_length_normalized, greedy_token_selection, unconditional_likelihood_normalized)
 
 
 P = ParamSpec("P")
@@ -100,6 +100,7 @@ def gen(
     Raises:
         UserError: An option is unknown, or two of them contradict.
     """
+    _check_name("gen", name)
     if choices is not None:
         return select(name, choices, 0.0 if temperature is None else temperature, choices_method or METHODS[0])
     own = sampling_fields(
@@ -128,6 +129,11 @@ def _value(dtype: Any, kind: Any, own: dict[str, Any]) -> ValueType | None:
     if taken:
         raise UserError(f"a typed gen brings its own constraint; {taken[0]} was given too", param=taken[0])
     return value_type(kind)
+
+
+def _check_name(what: str, name: Any) -> None:
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"{what}({name!r:.60}): what comes first is the variable's name, a string", param="name")
 
 
 def _hashable(value: Any) -> Any:
@@ -173,7 +179,8 @@ def select(
     Raises:
         UserError: There is no choice, one of them is no string, or the method is unknown.
     """
-    given = tuple(choices or ())
+    _check_name("select", name)
+    given = () if isinstance(choices, str) else tuple(choices or ())
     if not given or not all(isinstance(choice, str) and choice for choice in given):
         raise UserError(f"choices is {choices!r}; it must be a list of at least one non-empty string", param="choices")
     method = getattr(choices_method, "__name__", choices_method)

@@ -51,9 +51,10 @@ _CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a cont
 class UnknownVariableError(UserError, KeyError):
     """A variable is read that the program has not set."""
 
-    def __init__(self, name: str, known_names: Iterable[str]) -> None:
+    def __init__(self, name: str, known_names: Iterable[str], *, in_branches: bool = False) -> None:
         names = ", ".join(map(repr, known_names)) or "none yet"
-        super().__init__(f"no variable {name!r} in this state; it has {names}", param=name)
+        hint = "; branches of its fork have it: join() them first, or read forks[i][...]" if in_branches else ""
+        super().__init__(f"no variable {name!r} in this state; it has {names}{hint}", param=name)
 
     def __str__(self) -> str:  # KeyError would show the message's repr
         return str(self.args[0])
@@ -285,6 +286,11 @@ class Branch:
             future.set_exception(error or UnknownVariableError(name, self.variables))
         return future
 
+    def has_below(self, name: str) -> bool:
+        """Whether a branch that parted from this one has set a variable."""
+        below = f"{self.path}/" if self.path else ""
+        return any(b.path and b.path.startswith(below) and name in b.own for b in self.run.branches)
+
     def end(self) -> None:
         """The run is over: nothing follows in the text, and what was expected will not come."""
         self.feed.close(self.error)
@@ -452,8 +458,9 @@ class Branch:
             PromptError: The model's chat template has no place for it.
         """
         if self.in_chat:
+            opened = self.messages[-1].role
             raise UserError(
-                f"a {role!r} message begins inside a {self.messages[-1].role!r} message; end that one first"
+                f"a message of {role!r} begins while one of {opened!r} is open; end that one first: {opened}_end()"
             )
         pieces = self.roles.pieces([message.role for message in self.messages], role)
         for piece in pieces.prefix:

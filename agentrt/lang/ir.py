@@ -7,6 +7,7 @@ node may be appended many times, to many branches, and be looked at by the trace
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -166,10 +167,15 @@ def nodes(value: Any) -> tuple[Expr, ...]:
         return tuple(node for item in value for node in nodes(item))
     if isinstance(value, Appended):
         return ()
-    raise UserError(
-        f"a {type(value).__name__} ({value!r:.60}) cannot be appended to a program's state; append a string "
-        "(str(value), or an f-string), gen(...), select(...), a role, or a list of these"
-    )
+    raise UserError(f"{value!r:.60} ({type(value).__name__}) cannot be appended to a program's state; {_instead(value)}")
+
+
+def _instead(value: Any) -> str:
+    if inspect.isawaitable(value):
+        return "in an async program, what is read is awaited: (await s['name'])"
+    if callable(value):
+        return f"call it: {getattr(value, '__name__', 'it')}(...)"
+    return "append a string (str(value), or an f-string), gen(...), select(...), a role, or a list of these"
 
 
 def generations(expr: Any) -> Iterator[Gen]:

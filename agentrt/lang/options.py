@@ -6,8 +6,9 @@ seeds. Invariant: the options of a gen win over those of the run, and a name tha
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -20,13 +21,17 @@ _FIELDS = tuple(f.name for f in fields(SamplingParams))
 _KNOWN = frozenset(_FIELDS)
 
 #: Options that a run takes as defaults for every gen; the rest of SamplingParams belongs to one gen alone.
-RUN_FIELDS = (
-    frozenset(_FIELDS) - frozenset(CONSTRAINT_FIELDS) - {"tool_choice", "parallel_tool_calls", "prompt_logprobs_start"}
-)
+RUN_FIELDS = frozenset(_FIELDS) - frozenset(CONSTRAINT_FIELDS) - {"tool_choice", "parallel_tool_calls"}
 #: Further names that mean something of the above.
 ALIASES = frozenset(
     {"max_new_tokens", "return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"}
 )
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Says which known name was meant, if one is close to `name`; else nothing."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,9 +45,9 @@ def sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         return given
     unknown = [name for name in given if name not in _KNOWN and name not in ALIASES]
     if unknown:
-        raise UserError(
-            f"unknown option {unknown[0]!r}; options are {', '.join(sorted({*_FIELDS, *ALIASES}))}", param=unknown[0]
-        )
+        known = sorted({*_FIELDS, *ALIASES})
+        hint = meant(unknown[0], known) or f"; options are {', '.join(known)}"
+        raise UserError(f"unknown option {unknown[0]!r}{hint}", param=unknown[0])
     if "max_new_tokens" in given:
         if "max_tokens" in given:
             raise UserError(
@@ -71,6 +76,10 @@ class Sampling:
     """The sampling of one run: its defaults, and a memo of what they make with a gen's options."""
 
     def __init__(self, defaults: Mapping[str, Any], base: SamplingParams | None = None) -> None:
+        if base is not None and not isinstance(base, SamplingParams):
+            raise UserError(
+                f"sampling is {base!r:.80}; it must be SamplingParams(...), or give its fields as keywords", param="sampling"
+            )
         fixed = {} if base is None else {name: getattr(base, name) for name in _FIELDS}
         self._defaults = fixed | dict(defaults)
         self._limit = self._defaults.pop("max_tokens", DEFAULT_MAX_TOKENS)

@@ -21,7 +21,7 @@ from agentrt.errors import UserError
 from agentrt.lang import batch, expressions, tracer
 from agentrt.lang.budget import Budget
 from agentrt.lang.interpreter import Branch
-from agentrt.lang.options import ALIASES, RUN_FIELDS, Sampling, sampling_fields
+from agentrt.lang.options import ALIASES, RUN_FIELDS, Sampling, meant, sampling_fields
 from agentrt.lang.recording import Recording
 from agentrt.lang.run import Compact, Gate, Run
 from agentrt.lang.state import AsyncState, Face, State
@@ -169,6 +169,42 @@ class Function(Generic[P, R]):
                 raise
         return State(trunk, inside=False)
 
+    @overload
+    def run_batch(
+        self,
+        batch_arguments: Sequence[Mapping[str, Any] | Sequence[Any]],
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        generator_style: Literal[False] = False,
+        *,
+        return_exceptions: Literal[False] = False,
+        **options: Any,
+    ) -> list[State]: ...
+
+    @overload
+    def run_batch(
+        self,
+        batch_arguments: Sequence[Mapping[str, Any] | Sequence[Any]],
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        *,
+        generator_style: Literal[True],
+        return_exceptions: Literal[False] = False,
+        **options: Any,
+    ) -> Iterator[State]: ...
+
+    @overload
+    def run_batch(
+        self,
+        batch_arguments: Sequence[Mapping[str, Any] | Sequence[Any]],
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        generator_style: bool = False,
+        *,
+        return_exceptions: bool = False,
+        **options: Any,
+    ) -> Any: ...
+
     def run_batch(
         self,
         batch_arguments: Sequence[Mapping[str, Any] | Sequence[Any]],
@@ -216,7 +252,13 @@ class Function(Generic[P, R]):
         plan.options.pop("stream", None)
         return plan
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def __call__(self, state: State, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]  # it takes whatever P may be
         """With a state as first argument: runs the body on that state, as a part of the caller's program, and returns what it returns.
 
         Without one, the same as `run`.
@@ -290,7 +332,10 @@ class Function(Generic[P, R]):
             own |= {name: value for name, value in rest.items() if not _is_option(name)}
             rest = {name: value for name, value in rest.items() if _is_option(name)}
         named = {**self.bound, **own}
-        self._signature.bind(None, *args, **named)
+        try:
+            self._signature.bind(None, *args, **named)
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self._signature}: {error}") from None
         return Plan(args, named, self.plan_options(rest))
 
     def plan_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,8 +346,9 @@ class Function(Generic[P, R]):
         """
         for name in options:
             if not _is_option(name):
+                known = (*self._own, *RUN_FIELDS, *ALIASES, *RUN_OPTIONS)
                 raise UserError(
-                    f"{name!r} is neither a parameter of {self.name}{self._signature} nor an option of a run",
+                    f"{name!r} is neither a parameter of {self.name}{self._signature} nor an option of a run{meant(name, known)}",
                     param=name,
                 )
         return dict(options)
@@ -310,13 +356,14 @@ class Function(Generic[P, R]):
     def begin(self, plan: Plan, gate: Gate | None = None) -> Branch:
         """Starts a run and returns its trunk; the body has not begun."""
         options = plan.options
+        backend = _checked(options.get("backend") or backends.default_backend())
         run_options = {name: options[name] for name in RUN_OPTIONS if options.get(name) is not None}
         sampling = Sampling(
             sampling_fields({name: value for name, value in options.items() if name not in RUN_OPTIONS}),
             run_options.get("sampling"),
         )
         run = Run(
-            run_options.get("backend") or backends.default_backend(),
+            backend,
             sampling,
             name=self.name,
             budget=Budget(None, run_options.get("token_budget"), run_options.get("deadline")),
@@ -369,6 +416,16 @@ class Function(Generic[P, R]):
         if self.is_async:
             return on_loop(self.aperform(trunk, plan))
         return in_background(lambda: self.perform(trunk, plan))
+
+
+def _checked(backend: Any) -> Backend:
+    if not hasattr(backend, "submit"):
+        raise UserError(
+            f"backend is {backend!r:.80}; it must be one: Engine(), RuntimeEndpoint(url), OpenAI(model, base_url), ScriptedBackend(...)",
+            param="backend",
+        )
+    made: Backend = backend
+    return made
 
 
 def _is_option(name: str) -> bool:

@@ -228,7 +228,7 @@ class Face:
 
     def _variable(self, name: str) -> Future[Variable]:
         if self._inside and name not in self._branch.variables and self._branch.error is None:
-            raise UnknownVariableError(name, self._branch.variables)
+            raise UnknownVariableError(name, self._branch.variables, in_branches=self._branch.has_below(name))
         return self._branch.expect(name)
 
     def _look(self, read: Callable[[Branch], Any]) -> Future[Any]:
@@ -277,6 +277,26 @@ def _ids(branch: Branch) -> list[int]:
 
 def _tokens_left(branch: Branch) -> int:
     return branch.run.backend.capabilities.max_context - len(_ids(branch))
+
+
+class _Fuller:
+    """Reads JSON that grows; says when there is more of it to see."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._last: Any = None
+
+    def read(self, piece: str) -> Iterator[Any]:
+        from pydantic_core import from_json
+
+        self._text += piece
+        try:
+            value = from_json(self._text, allow_partial="trailing-strings")
+        except ValueError:
+            return
+        if value != self._last and isinstance(value, dict | list):
+            self._last = value
+            yield value
 
 
 class State(Face):
@@ -396,7 +416,7 @@ class State(Face):
             self._shown()
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
-        """The asynchronous twin of `text_iter`; with `return_meta_data`, yields (text, what is known so far) pairs."""
+        """The asynchronous twin of `text_iter`; with `return_meta_data`, yields (text, what is known) pairs, of which the last knows all."""
         variable: Variable | None = None
         if var_name is not None:
             variable = await await_future(self._variable(var_name))
@@ -404,23 +424,16 @@ class State(Face):
         try:
             async for piece in feed.aread():
                 yield (piece, {} if variable is None else variable.meta) if return_meta_data else piece
+            if return_meta_data and variable is not None:
+                yield "", variable.meta
         finally:
             self._shown()
 
-    def partial_iter(self, name: str, type: Any = dict) -> Iterator[Any]:
+    def partial_iter(self, name: str) -> Iterator[Any]:
         """Yields what can be read of a JSON answer while it streams: ever fuller Python values, each different from the last."""
-        from pydantic_core import from_json
-
-        text, last = "", None
+        fuller = _Fuller()
         for piece in self.text_iter(name):
-            text += piece
-            try:
-                value = from_json(text, allow_partial="trailing-strings")
-            except ValueError:
-                continue
-            if value != last and isinstance(value, dict | list):
-                last = value
-                yield value
+            yield from fuller.read(piece)
 
     def fork(
         self,
@@ -525,7 +538,20 @@ class AsyncState(Face):
         finally:
             self._shown()
 
-    text_async_iter = text_iter
+    async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
+        """As `text_iter`; with `return_meta_data`, yields (text, what is known) pairs, of which the last knows all."""
+        variable = None if var_name is None else await self._wait(self._variable(var_name))
+        async for piece in self.text_iter(var_name):
+            yield (piece, {} if variable is None else variable.meta) if return_meta_data else piece
+        if return_meta_data and variable is not None:
+            yield "", variable.meta
+
+    async def partial_iter(self, name: str) -> AsyncIterator[Any]:
+        """See `State.partial_iter`."""
+        fuller = _Fuller()
+        async for piece in self.text_iter(name):
+            for value in fuller.read(piece):
+                yield value
 
     def fork(
         self,

@@ -110,5 +110,9 @@ def test_no_constraint_is_none_and_choices_of_tools_are_checked():
         tools_spec([{"name": "a"}], tool_choice="b")
     assert spec_from(SamplingParams(regex="a+")) == regex_spec("a+")
     assert spec_from(SamplingParams(ebnf='start: "a"')) == lark_spec('start: "a"')
+    gbnf = spec_from(SamplingParams(ebnf='root ::= "a" | city\ncity ::= [A-Z]+'))
+    assert gbnf is not None
+    assert gbnf.kind == "lark"
+    assert "::=" not in gbnf.source
     tag = {"begin": "<a>", "end": "</a>", "json_schema": list[int]}
     assert '"type": "array"' in structural_spec([tag]).source

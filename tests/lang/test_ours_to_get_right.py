@@ -935,6 +935,7 @@ class AnswersWhenAllHaveAsked(ScriptedBackend):
             super().submit(*held)
 
 
+@pytest.mark.slow
 def test_2000_concurrent_sync_programs_run_on_under_20_threads():
     most = []
 

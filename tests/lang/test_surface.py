@@ -664,3 +664,57 @@ def test_the_engine_is_told_program_branch_and_what_will_be_forked(scripted):
     assert (tags[0].expected_calls, tags[1].expected_calls) == (1, 0)
     assert tags[1].will_fork == 3
     assert slow.ended == [state._run.id]
+
+
+# ------------------------------------------------------------ what newcomers get wrong
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "words"),
+    [
+        (lambda s: sgl.gen("a", max_token=5), {}, "did you mean 'max_tokens'"),
+        (lambda s: sgl.gen(["a", "b"]), {}, "the variable's name"),
+        (lambda s: sgl.select(["a", "b"]), {}, "the variable's name"),
+        (lambda s: sgl.select("a", "yes"), {}, "a list of at least one"),
+        (lambda s: s.__iadd__(sgl.user), {}, r"call it: user\(\.\.\.\)"),
+        (lambda s: s.__iadd__("Q" + sgl.gen("a", stop=5)), {}, "stop is 5; it must be a non-empty string"),
+        (lambda s: s.__iadd__(sgl.assistant_begin() + sgl.user("a")), {}, r"end that one first: assistant_end\(\)"),
+        (lambda s: [s.fork(2).__iadd__("Q" + sgl.gen("a")), s["a"]], {}, "branches of its fork have it: join"),
+        (lambda s: None, {"temprature": 0}, "did you mean 'temperature'"),
+        (lambda s: None, {"sampling": {"temperature": 0}}, "it must be SamplingParams"),
+        (lambda s: None, {"backend": "http://localhost:30000"}, "RuntimeEndpoint"),
+    ],
+)
+def test_what_was_meant_is_said(body, options, words, scripted):
+    with pytest.raises(UserError, match=words):
+        sgl.function(body).run(**{"backend": scripted} | options)
+
+
+def test_arguments_that_do_not_fit_are_told_with_the_programs_name_and_signature(scripted):
+    @sgl.function
+    def ask(s, question):
+        s += question
+
+    with pytest.raises(TypeError, match=r"ask\(s, question\): missing a required argument"):
+        ask.run(backend=scripted)
+    with pytest.raises(TypeError, match=r"ask\(s, question\): missing a required argument"):
+        ask.run_batch([{"q": "?"}], backend=scripted)
+
+
+def test_a_value_that_an_async_program_did_not_await_is_told(scripted):
+    @sgl.function
+    async def program(s):
+        s += "Q" + sgl.gen("a")
+        unawaited = s["a"]
+        try:
+            s += unawaited
+        finally:
+            unawaited.close()
+
+    with pytest.raises(UserError, match="awaited"):
+        program.run(backend=scripted)
+
+
+def test_what_is_not_here_says_what_to_use_instead():
+    with pytest.raises(AttributeError, match="OpenAI"):
+        _ = sgl.LiteLLM
