@@ -9,26 +9,38 @@ on the same machine, with the same seed.
 
     python benchmarks/serve.py --overhead --streams 32
 
-measures the server's own cost instead: the same requests through HTTP and straight into a scripted engine that answers
-at once, and at the pace of a real one.
+measures the server's own cost instead: the same streams straight from the engine and through HTTP. The engine is a script at
+a real one's pace, or a real one (``--model smollm2-135m``).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import platform
 import random
+import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
+
+from agentrt.backend import acomplete
+from agentrt.backends.scripted import ScriptedBackend
+from agentrt.config import ServerConfig
+from agentrt.request import Request, SamplingParams
+from agentrt.server.app import create_app
+from agentrt.server.wire import wire_config
 
 Body = dict[str, Any]
 
@@ -179,46 +191,95 @@ def show(result: dict[str, Any]) -> None:
 
 
 def overhead(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds that the same streams take through HTTP and straight from the backend, at a real engine's pace."""
-    import socket
+    """Seconds that the same streams take straight from the engine and through HTTP, one after the other.
 
-    import uvicorn
-
-    from agentrt.backend import acomplete
-    from agentrt.backends.scripted import ScriptedBackend
-    from agentrt.request import Request, SamplingParams
-    from agentrt.server.app import create_app
-
-    backend = ScriptedBackend("word " * args.max_tokens, step_seconds=args.step_ms / 1000)
+    The engine is a real one in its own process (``--model``), or a script at a real one's pace. The client is a process that
+    reads bytes and nothing else, so that what is measured is the server and not the client.
+    """
+    backend, named = _engine(args)
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(backend), log_level="error"))
+    app = create_app(backend)
+    server = uvicorn.Server(wire_config(app, ServerConfig(), lifespan="on", log_config=None, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
-    ids = tuple(backend.tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
+    prompts = [f"{number} is a number, and what follows it is" for number in range(args.streams)]
+    bodies = [{"prompt": prompt, "max_tokens": args.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True} for prompt in prompts]
+    sampling = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
 
     async def straight() -> float:
-        sampling = SamplingParams(max_tokens=args.max_tokens)
+        asks = [Request(prompt_ids=tuple(backend.tokenizer.encode(prompt, bos=True)), sampling=sampling) for prompt in prompts]
         begun = time.perf_counter()
-        await asyncio.gather(*(acomplete(backend, Request(prompt_ids=ids, sampling=sampling)) for _ in range(args.streams)))
+        await asyncio.gather(*(acomplete(backend, ask) for ask in asks))
         return time.perf_counter() - begun
 
-    async def through() -> float:
-        body: Body = {"messages": [{"role": "user", "content": "hi"}]}
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=600, limits=httpx.Limits(max_connections=None)) as http:
-            begun = time.perf_counter()
-            await asyncio.gather(*(send(http, argparse.Namespace(model=None, max_tokens=args.max_tokens), body) for _ in range(args.streams)))
-            return time.perf_counter() - begun
-
-    asyncio.run(through())  # warm
-    clock = time.pthread_getcpuclockid(thread.ident or 0)
-    before = time.clock_gettime(clock)
-    pairs = [(asyncio.run(straight()), asyncio.run(through())) for _ in range(5)]
-    cpu = time.clock_gettime(clock) - before
+    with _reader(listening.getsockname()[1], bodies) as through:
+        asyncio.run(straight()), through()  # warm
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        pairs, cpu = [], 0.0
+        for _ in range(args.rounds):
+            alone, before = asyncio.run(straight()), time.clock_gettime(clock)
+            pairs.append((alone, through()))
+            cpu += time.clock_gettime(clock) - before
     server.should_exit = True
     thread.join(10)
     backend.close()
     engine, http = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return {"streams": args.streams, "tokens": args.max_tokens, "step_ms": args.step_ms, "engine_seconds": engine, "http_seconds": http, "overhead": http / engine - 1, "server_cpu_ms_a_token": 1000 * cpu / (5 * args.streams * args.max_tokens)}
+    tokens = args.rounds * args.streams * args.max_tokens
+    return {
+        "engine": named,
+        "streams": args.streams,
+        "tokens": args.max_tokens,
+        "engine_seconds": engine,
+        "http_seconds": http,
+        "overhead": statistics.median(each / alone for alone, each in pairs) - 1,
+        "server_cpu_us_a_token": 1e6 * cpu / tokens,
+    }
+
+
+def _engine(args: argparse.Namespace) -> tuple[Any, str]:
+    if args.model is None:
+        return ScriptedBackend("word " * args.max_tokens, step_seconds=args.step_ms / 1000), f"a script, {args.step_ms:g} ms a step"
+    import agentrt
+
+    return agentrt.Engine(args.model, threads=args.threads), f"{args.model}, {args.threads} thread(s)"
+
+
+@contextlib.contextmanager
+def _reader(port: int, bodies: Sequence[Body]) -> Iterator[Callable[[], float]]:
+    """A process that sends the bodies at once and reads their streams, each time it is asked to; gives the seconds."""
+    child = subprocess.Popen([sys.executable, __file__, "--read", str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    to, back = child.stdin, child.stdout
+
+    def ask() -> float:
+        to.write(json.dumps(bodies) + "\n")
+        to.flush()
+        return float(back.readline())
+
+    yield ask
+    to.close()
+    child.wait(10)
+
+
+async def read_streams(port: int, bodies: Sequence[Body]) -> float:
+    """Sends every body on a connection of its own and reads to the ends; returns the seconds."""
+    pipes = [await asyncio.open_connection("127.0.0.1", port) for _ in bodies]
+
+    async def one(pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter], body: Body) -> None:
+        text = json.dumps(body).encode()
+        pipe[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(text) + text)
+        tail = b""
+        while b"data: [DONE]" not in tail:
+            piece = await pipe[0].read(65536)
+            if not piece:
+                raise SystemExit("a stream broke off")
+            tail = (tail + piece)[-64:]
+        pipe[1].close()
+
+    begun = time.perf_counter()
+    await asyncio.gather(*map(one, pipes, bodies))
+    return time.perf_counter() - begun
 
 
 def main() -> None:
@@ -237,11 +298,18 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--step-ms", type=float, default=40.0, help="the scripted engine's step, for --overhead")
+    parser.add_argument("--threads", type=int, default=1, help="of the real engine, for --overhead with --model")
+    parser.add_argument("--rounds", type=int, default=5, help="for --overhead; the median counts")
+    parser.add_argument("--read", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.read:
+        for line in sys.stdin:
+            print(asyncio.run(read_streams(args.read, json.loads(line))), flush=True)
+        return
     if args.overhead:
         result = overhead(args)
-        print("\n".join(f"{name:<16}{value:>10.3f}" for name, value in result.items()))
+        print("\n".join(f"{name:<22}{value if isinstance(value, str) else format(value, '.3f')}" for name, value in result.items()))
     elif args.url:
         outcomes, seconds = asyncio.run(load(args))
         result = summary(outcomes, seconds, Bounds(args.good_first_ms / 1000, args.good_gap_ms / 1000))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
@@ -28,15 +29,48 @@ class Runway(Protocol):
         ...
 
 
+Delta = tuple[int, TokenDelta]
+
+
+class Mail:
+    """Carries deltas from the engine's threads to the event loop; however many a step brings, the loop is woken once."""
+
+    def __init__(self) -> None:
+        """Carries to the loop that runs."""
+        self.loop = asyncio.get_running_loop()
+        self._items: deque[tuple[asyncio.Queue[Delta], Delta]] = deque()
+        self._woken = False
+
+    def send(self, to: asyncio.Queue[Delta], delta: Delta) -> bool:
+        """Sends one; may be called from any thread. False if the loop has ended."""
+        self._items.append((to, delta))
+        if not self._woken:  # else it is sure to look again: it unsets this before it looks
+            self._woken = True
+            try:
+                self.loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                self._woken = False
+                self._items.clear()
+                return False
+        return True
+
+    def _deliver(self) -> None:
+        self._woken = False
+        while self._items:
+            to, delta = self._items.popleft()
+            to.put_nowait(delta)
+
+
 class Flight:
     """The requests of one call, in the order of their answers."""
 
-    def __init__(self, backend: Runway, requests: Sequence[Request], *, endpoint: str, call_id: str) -> None:
+    def __init__(self, backend: Runway, requests: Sequence[Request], mail: Mail, *, endpoint: str, call_id: str) -> None:
         """Makes a flight that has not begun.
 
         Args:
             backend: Where it goes.
             requests: What is asked; their samples are numbered through.
+            mail: Brings their deltas.
             endpoint: For the inspector.
             call_id: By which it can be aborted.
         """
@@ -51,9 +85,9 @@ class Flight:
         self.cached_tokens: int | None = None
         self._usages: dict[str, Usage] = {}
         self._backend = backend
-        self._loop = asyncio.get_running_loop()
-        self._deltas: asyncio.Queue[tuple[int, TokenDelta]] = asyncio.Queue()
-        self._peeked: list[tuple[int, TokenDelta]] = []
+        self._mail = mail
+        self._deltas: asyncio.Queue[Delta] = asyncio.Queue()
+        self._peeked: list[Delta] = []
         self._pending: dict[str, int] = {}
 
     @property
@@ -87,12 +121,8 @@ class Flight:
             raise
 
     def _sink_of(self, first: int) -> Sink:
-        loop, put = self._loop, self._deltas.put_nowait
-
         def sink(delta: TokenDelta) -> None:
-            try:
-                loop.call_soon_threadsafe(put, (first + delta.index, delta))
-            except RuntimeError:  # the loop ended before its aborted request did
+            if not self._mail.send(self._deltas, (first + delta.index, delta)):  # the loop ended before its aborted request did
                 self._pending.pop(delta.request_id, None)
 
         return sink
@@ -109,7 +139,7 @@ class Flight:
             raise delta.error
         self._peeked.append((number, delta))
 
-    async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
+    async def deltas(self) -> AsyncIterator[Delta]:
         """Every delta with the number of its sample, until all requests have ended.
 
         Raises:

@@ -6,6 +6,7 @@ of flights until it ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import threading
@@ -27,7 +28,7 @@ from agentrt.observe.metrics import Metrics
 from agentrt.request import SamplingParams
 from agentrt.server.asks import CallOptions
 from agentrt.server.call import Books, Call, failure_code
-from agentrt.server.flight import Flight, FlightTable, Runway
+from agentrt.server.flight import Flight, FlightTable, Mail, Runway
 from agentrt.server.model_habits import find_habits
 from agentrt.server.openai_convert import Face
 from agentrt.server.presence import while_present
@@ -72,6 +73,7 @@ class Service:
         self.books = Books(self.flights, self.metrics, self.programs, self.turns, spans_from_environment(self.names[0]))
         self.prompter = Prompter(backend, config, self.habits, self.turns, sampling or SamplingParams())
         self.pulse = Pulse(backend, config.silence_seconds)
+        self._mail: Mail | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -131,7 +133,7 @@ class Service:
         try:
             self.flights.check_room()
             prepared = await self.off_loop(prepare)
-            flight = Flight(self._runway(prepared), prepared.requests, endpoint=endpoint, call_id=call_id)
+            flight = Flight(self._runway(prepared), prepared.requests, self._mail_here(), endpoint=endpoint, call_id=call_id)
             self.flights.add(flight)
         except Exception as error:
             self.metrics.failed(failure_code(error))
@@ -157,6 +159,11 @@ class Service:
         except BaseException as error:
             call.end(error)
             raise
+
+    def _mail_here(self) -> Mail:
+        if self._mail is None or self._mail.loop is not asyncio.get_running_loop():
+            self._mail = Mail()
+        return self._mail
 
     def _runway(self, prepared: Prepared) -> Runway:
         marks = self.habits.thinking
