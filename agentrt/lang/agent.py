@@ -317,6 +317,12 @@ def offer(branch: Branch, tools: Sequence[Tool]) -> None:
     names = tuple(tool.name for tool in tools)
     if branch.offered == names:
         return
+    if not chat_roles(branch.run.tokenizer).knows_tools():
+        branch.run.warn_once(
+            "tools",
+            f"the chat template of {branch.run.backend.capabilities.model!r} knows no tools: they are described to it in words; "
+            "a model that was trained to call tools, such as 'qwen2.5-coder-0.5b', does it better",
+        )
     schemas = [tool.schema for tool in tools]
     fresh = not len(branch.transcript) and branch.transcript.overhang is None and branch.offered is None
     branch.offered = names
@@ -387,7 +393,6 @@ def agent_loop(
 
 
 def _check_choice(choice: str, tools: Sequence[Tool]) -> None:
-
     names = [tool.name for tool in tools]
     if choice not in ("auto", "required", *names):
         raise UserError(f"choice is {choice!r}; it must be 'auto', 'required' or one of {names}", param="choice")

@@ -23,9 +23,13 @@ from typing import Any
 from agentrt.backend import Tokenizer
 from agentrt.errors import AgentrtError, PromptError
 from agentrt.lang.transcript import Piece
+from agentrt.text.chat_messages import describe_tools
 from agentrt.text.tool_format import CallFormat, guess_format
 
 Unit = str | int  #: one character, or the id of a control token
+
+_PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
+_IN_WORDS = describe_tools(()).partition("\n")[0]  #: how a model is told of tools whose template has no place for them
 
 _REMEMBERED = 4096  #: conversations (by their roles) whose pieces are kept per tokenizer
 
@@ -55,6 +59,7 @@ class ChatRoles:
         self._format: CallFormat | None = None
         self._known: dict[tuple[str, ...], RolePieces] = {}
         self._without_template = False
+        self._knows_tools: bool | None = None
 
     def pieces(self, history: Sequence[str], role: str) -> RolePieces:
         """Returns the pieces around a message of `role` after messages of the roles in `history`.
@@ -80,6 +85,18 @@ class ChatRoles:
             assert tokenizer is not None, "asked through the tokenizer"
             self._offering[key] = ChatRoles(tokenizer, schemas)
         return self._offering[key]
+
+    def knows_tools(self) -> bool:
+        """Whether the template itself tells the model of tools; one that does not is given them in words."""
+        if self._knows_tools is None:
+            tokenizer = self._tokenizer()
+            assert tokenizer is not None, "asked through the tokenizer"
+            try:
+                ids = tokenizer.encode_chat([{"role": "user", "content": "probe"}], tools=[_PROBE])
+                self._knows_tools = _IN_WORDS not in tokenizer.decode(ids, skip_special=False)
+            except (PromptError, LookupError, NotImplementedError):
+                self._knows_tools = False
+        return self._knows_tools
 
     def call_format(self) -> CallFormat:
         """The way of writing calls that the template shows for a turn that calls; Hermes' if it shows none."""

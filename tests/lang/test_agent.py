@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel, field_validator
 
 import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a gen stays as it is)
+from agentrt.backends.byte_tokenizer import ByteTokenizer
 from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import AbortedError, RequestError, UserError
 from agentrt.lang.agent import StepsError, agent_loop, tool_call
@@ -155,6 +156,24 @@ def test_a_backend_whose_hold_waits_for_the_thread_that_brings_answers_hangs_not
     backend = Waits(calls(("add", {"a": 1})))
     once.run([add], backend=backend)
     wait_until(lambda: backend.holds)
+
+
+def test_a_model_whose_template_knows_no_tools_is_told_of_them_in_words_with_one_warning():
+    from agentrt.text.chat_messages import tools_in_words
+
+    class KnowsNone(ByteTokenizer):
+        def encode_chat(self, messages, *, tools=None, **options):
+            return super().encode_chat(tools_in_words([dict(m) for m in messages], tools), **options)
+
+    said = iter([calls(("add", {"a": 1, "b": 2})), "three"])
+    backend = ScriptedBackend(lambda text, request: next(said), tokenizer=KnowsNone())
+    with pytest.warns(UserWarning, match="knows no tools") as caught:
+        state = once.run([add], backend=backend)
+    assert len(caught) == 1
+    assert state.ret_value[0].result == 3
+    told, asked_again = (backend.tokenizer.decode(request.prompt_ids, skip_special=False) for request in backend.requests)
+    assert '"Adds two numbers.' in told
+    assert "<tool_response>\n3\n</tool_response>" in asked_again
 
 
 def test_choice_and_parallel_reach_the_grammar():

@@ -1096,6 +1096,51 @@ def test_first_takes_the_winners_and_cancels_the_losers():
     assert state.recording.winners == {"#1": [0, 1]} or 1 in next(iter(state.recording.winners.values()))
 
 
+def test_a_replay_takes_the_winners_that_were_recorded_whoever_is_first_now():
+    fast = {}
+
+    def script(text, request):
+        return Answer("x", delay=0.0 if int(text[-1]) == fast["now"] else 0.1)
+
+    @function
+    def program(s):
+        s += "Q"
+        forks = s.fork(3)
+        forks += lambda i: str(i)
+        forks += gen("a")
+        (winner,) = forks.first(1)
+        return winner.text()[1]
+
+    backend = ScriptedBackend(script)
+    fast["now"] = 1
+    state = program.run(backend=backend)
+    assert state.ret_value == "1"
+    fast["now"] = 2
+    assert program.replay(state.recording, backend=backend).ret_value == "1"
+    assert program.run(backend=backend).ret_value == "2"
+
+
+def test_the_deadline_of_a_branch_ends_that_branch_alone():
+    def script(text, request):
+        return Answer("x", delay=60 if text.endswith("1") else 0)
+
+    @function
+    def program(s):
+        s += "Q"
+        forks = s.fork(3, deadline=0.2)
+        forks += lambda i: str(i)
+        forks += gen("a")
+        forks.join(return_exceptions=True)
+        s += "and on" + gen("b")
+        return s["a"], s["b"]
+
+    backend = ScriptedBackend(script)
+    answers, after = program.run(backend=backend).ret_value
+    assert [type(a).__name__ for a in answers] == ["str", "AbortedError", "str"]
+    assert after == "x"
+    assert backend.load().running == 0
+
+
 def test_first_raises_when_too_few_branches_end_as_wanted():
     @function
     def program(s):

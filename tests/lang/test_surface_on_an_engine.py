@@ -195,6 +195,28 @@ def test_regex_and_json_schema_hold(backend):
     assert json.loads(value) == {"name": "x", "size": 7}
 
 
+def test_a_grammar_error_is_raised_from_run_with_the_programs_line(backend):
+    for wrong in ({"regex": "("}, {"json_schema": {"type": "objekt"}}):
+        with pytest.raises((sgl.GrammarError, sgl.EngineError, sgl.ConstraintError)) as caught:
+            answer(backend, **wrong)
+        assert f"{__file__}:{inspect.getsourcelines(answer)[1] + 5}" in caught.value.__notes__[0]
+    assert answer(backend, max_tokens=2)[0]  # and the next program runs
+
+
+def test_unicode_streams_in_whole_characters(backend):
+    if isinstance(backend, ScriptedBackend):
+        backend = ScriptedBackend("🙂é漢🙂")
+
+    @sgl.function
+    def program(s):
+        s += PROMPT + sgl.gen("x", regex="[🙂é漢]{4}", max_tokens=60)
+        s += sgl.gen("y", regex=r"\w{2}", max_tokens=20, logit_bias=dict.fromkeys(range(128), -100.0))
+
+    pieces = list(program.run(backend=backend, stream=True, seed=3).text_iter("x"))
+    assert len("".join(pieces)) == 4
+    assert set("".join(pieces)) <= set("🙂é漢")
+
+
 @pytest.mark.parametrize(
     "method", ["token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"]
 )
@@ -384,6 +406,7 @@ def test_1000_forks_of_one_500_token_prompt_compute_it_once_and_leave_memory_and
 # ------------------------------------------------------------- tools, and a state's afterlife
 
 
+@pytest.mark.filterwarnings("ignore:.*knows no tools")
 def test_tools_are_called_within_their_schema_and_their_results_come_back(backend):
     @sgl.tool
     def double(number: Literal[7, 8]) -> int:
@@ -616,6 +639,7 @@ def test_what_an_async_state_can_do(backend):
     assert program.run(backend=backend, seed=1).ret_value in ("a", "the")
 
 
+@pytest.mark.filterwarnings("ignore:.*knows no tools")
 def test_a_loop_of_tools_an_approval_a_retry_and_a_compaction(backend):
     @sgl.tool(approve=True)
     def double(number: Literal[7, 8]) -> int:
