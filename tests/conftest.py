@@ -10,6 +10,8 @@ from hypothesis import settings
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
+# The kernels run in Triton's interpreter here. Triton reads this as its functions are made, so before whoever imports it first.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Where a change is judged, the same examples every time; elsewhere new ones, which find what those do not.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

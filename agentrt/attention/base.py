@@ -9,7 +9,7 @@ forced run and a draft differ only in the length of the run, so backends that ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -76,5 +76,32 @@ class Attention(Protocol):
 
         Returns:
             [tokens, heads, head_dim], in q's dtype.
+        """
+        ...
+
+
+@runtime_checkable
+class FusedAttention(Attention, Protocol):
+    """Attention that can also rotate: it takes a layer's q, k and v as the matrix product leaves them."""
+
+    def from_qkv(
+        self,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        heads: int,
+        store: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Rotates q and k, writes k and v to the store, and attends.
+
+        Args:
+            qkv: [tokens, heads + 2 * kv_heads, head_dim]: heads of q, of k, of v.
+            angles: Cosines and sines of the new tokens, each [tokens, 1, head_dim], the first half of the sines negated.
+            heads: Of q.
+            store, batch, spec: As for a call.
+
+        Returns:
+            [tokens, heads, head_dim], in qkv's dtype.
         """
         ...
