@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from agentrt.errors import UserError
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 Policy = Literal["fcfs", "lpm", "dfs", "program"]
 Eviction = Literal["lru", "lfu", "slru", "adaptive", "program"]
 
@@ -125,8 +125,9 @@ class EngineConfig:
 
     Attributes:
         model: Short name, folder, .gguf file or "hf:org/name"; None: the default model.
-        dtype: Arithmetic of weights and activations; "auto": bfloat16 where the processor multiplies it natively,
-            else float32.
+        dtype: Arithmetic of weights and activations. "int8" and "int4" (CPU): bits of the matrices' weights, multiplied with
+            activations of 8 bits, the rest in float32. "auto": bfloat16 where the processor multiplies it natively, else
+            float32.
         device: "auto", "cpu" or "cuda".
         threads: Threads of torch; None: torch's own choice.
         max_context: Shortens the model's context; None: the model's own.

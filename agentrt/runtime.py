@@ -74,7 +74,8 @@ class Engine(LocalBackend):
 
         Args:
             model: Short name, folder, .gguf file or "hf:org/name"; None: the default model.
-            dtype: Arithmetic; "auto": bfloat16 where the processor multiplies it natively, else float32.
+            dtype: Arithmetic, or "int8" or "int4" for the bits of the matrices' weights (CPU); "auto": bfloat16 where the
+                processor multiplies it natively, else float32.
             device: "auto", "cpu" or "cuda".
             threads: Threads of torch; None: torch's own choice.
             max_context: Shortens the model's context.

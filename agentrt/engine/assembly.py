@@ -47,7 +47,8 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     dtype = _dtype(config.dtype, device)
-    model = load_model(folder, dtype, device)
+    bits = _bits(config.dtype, device)
+    model = load_model(folder, dtype, device, bits=bits)
     max_context = min(model.config.max_context, config.max_context or model.config.max_context)
     page_size = config.cache.page_size or (1 if device.type == "cpu" else 16)
     pages = max(_kv_tokens(config.cache.kv_tokens, model, dtype, device) // page_size, 1)
@@ -79,7 +80,7 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
         page_size=page_size,
         vocab_size=model.config.vocab_size,
         max_running=budget.max_running,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=f"int{bits}" if bits else str(dtype).removeprefix("torch."),
         device=str(device),
         threads=torch.get_num_threads(),
         sampling=_sampling(model.generation),
@@ -100,7 +101,9 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """bfloat16 pays only where the processor multiplies it; elsewhere it is emulated, slower than float32."""
+    """Of activations. bfloat16 pays only where the processor multiplies it; elsewhere it is emulated, slower than float32."""
+    if name in ("int8", "int4"):
+        return torch.float32  # the kernels take float32 and give it
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -108,6 +111,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
+
+
+def _bits(name: str, device: torch.device) -> int | None:
+    """Of a weight, where matrices are held quantised."""
+    if name not in ("int8", "int4"):
+        return None
+    if device.type != "cpu":
+        raise UserError(f"dtype is {name!r}, which runs on a CPU only; on {device} give float16 or bfloat16", param="dtype")
+    return int(name.removeprefix("int"))
 
 
 def _kv_tokens(asked: int | None, model: LoadedModel, dtype: torch.dtype, device: torch.device) -> int:

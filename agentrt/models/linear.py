@@ -1,22 +1,81 @@
 """The seam behind which every matrix of a model stands: a weight goes in, a callable comes out.
 
-The decoder never multiplies by itself, so another way to hold a weight (4-bit, 8-bit, picked by the number of rows) is
-another `LinearFactory`, handed to the loader.
+The decoder never multiplies by itself, so another way to hold a weight is another `LinearFactory`, handed to the loader.
+Invariant: whatever the factory, a row's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from agentrt.kernels.quantized_linear import QuantizedWeight, quantized_linear
+
 Linear = Callable[[Tensor], Tensor]  #: [rows, in] -> [rows, out], in the dtype that came in
 LinearFactory = Callable[[str, Tensor, Tensor | None], Linear]  #: name, weight [out, in], bias [out] or None
+
+#: The weight's name and float values -> its parts as a checkpoint has them quantised, rows in order; empty: it has not.
+StoredWeights = Callable[[str, Tensor], Sequence[QuantizedWeight]]
+
+_HEAD = "lm_head"
 
 
 def dense(name: str, weight: Tensor, bias: Tensor | None) -> Linear:
     """The weight as it is."""
     del name
     return partial(linear, weight=weight, bias=bias)
+
+
+class Quantized:
+    """Weights in 4 or 8 bits: as the checkpoint has them, if it has them so, else quantised here.
+
+    "4 bits" means none below 4: what a checkpoint holds in 5 to 8 bits gets 8, and so does an output head that it holds
+    in float, since a head's errors reach the logits at once. "8 bits" means 8 for every weight.
+    """
+
+    def __init__(self, bits: int, stored: StoredWeights) -> None:
+        """A factory.
+
+        Args:
+            bits: 4 or 8.
+            stored: What the checkpoint has.
+        """
+        self._bits = bits
+        self._stored = stored
+
+    def __call__(self, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Holds one matrix."""
+        bits = 8 if name == _HEAD else self._bits
+        parts = list(self._stored(f"{name}.weight", weight)) or [QuantizedWeight.of(weight, bits)]
+        rows = [part.q.shape[0] for part in parts]
+        if self._bits == 8:
+            parts = [
+                part if part.bits == 8 else QuantizedWeight.of(values, 8)
+                for part, values in zip(parts, weight.split(rows), strict=True)
+            ]
+        joined = _joined(parts)
+        biases = [None] * len(joined) if bias is None else bias.split([part.q.shape[0] for part in joined])
+        return _side_by_side([quantized_linear(part, own) for part, own in zip(joined, biases, strict=True)])
+
+
+def _joined(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Neighbours of one format become one."""
+    joined = []
+    for _, group in groupby(parts, lambda part: (part.bits, part.scale.dtype)):
+        alike = list(group)
+        minima = [part.minimum for part in alike if part.minimum is not None]
+        minimum = torch.cat(minima) if minima else None
+        q, scale = torch.cat([part.q for part in alike]), torch.cat([part.scale for part in alike])
+        joined.append(QuantizedWeight(alike[0].inputs, q, scale, minimum))
+    return joined
+
+
+def _side_by_side(linears: list[Linear]) -> Linear:
+    if len(linears) == 1:
+        return linears[0]
+    return lambda x: torch.cat([one(x) for one in linears], -1)

@@ -7,7 +7,7 @@ used where they lie. transformers is imported only for a model that the native d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +18,19 @@ from torch import Tensor
 
 from agentrt.attention.base import Attention, AttentionBatch
 from agentrt.errors import ModelError
-from agentrt.models.config import HF, DecoderConfig, ModelConfig, eos_ids, is_native, refuse_unsupported
+from agentrt.kernels.quantized_linear import QuantizedWeight
+from agentrt.models.config import (
+    HF,
+    DecoderConfig,
+    ModelConfig,
+    architecture_of,
+    eos_ids,
+    is_native,
+    refuse_unsupported,
+)
 from agentrt.models.decoder import Decoder, LayeredStore, weight_shapes
-from agentrt.models.linear import LinearFactory, dense
+from agentrt.models.gguf_blocks import GgufBlocks
+from agentrt.models.linear import LinearFactory, Quantized, dense
 
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -117,6 +127,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     linear: LinearFactory = dense,
+    bits: int | None = None,
 ) -> LoadedModel:
     """Loads a model from a folder in Hugging Face's layout, or one that agentrt converted from a GGUF file.
 
@@ -125,6 +136,7 @@ def load_model(
         dtype: Of weights and activations.
         device: Where to.
         linear: How the native decoder holds its matrices.
+        bits: Of a weight: 4 or 8, as the folder has them quantised or quantised here, instead of `linear`. None: as `linear` says.
 
     Raises:
         ModelError: If the folder is incomplete or the model is one that agentrt does not run; says what and where.
@@ -138,7 +150,14 @@ def load_model(
     if is_native(hf):
         config = ModelConfig.from_hf(hf)
         with TensorFiles(folder) as files:
-            decoder = Decoder(config, _FusedWeights(files, config, dtype, device), linear)
+            weights = _FusedWeights(files, config, dtype, device)
+            decoder = Decoder(config, weights, linear if bits is None else Quantized(bits, weights.stored))
+    elif bits is not None:
+        raise ModelError(
+            f"{architecture_of(hf)} runs through transformers, whose matrices agentrt does not quantise; leave out dtype, or"
+            " give float32 or bfloat16",
+            param="dtype",
+        )
     else:
         from agentrt.models.hf_adapter import load_adapter  # imports transformers, which takes seconds
 
@@ -221,6 +240,7 @@ class _FusedWeights(Mapping[str, Tensor]):
         self._files, self._dtype, self._device = files, dtype, device
         self._shapes = weight_shapes(config)
         self._flags = _layout(files, config.decoder)
+        self._blocks = GgufBlocks(files.folder)
         self._check()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -239,6 +259,10 @@ class _FusedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
+
+    def stored(self, name: str, values: Tensor) -> Sequence[QuantizedWeight]:
+        """A matrix as the folder has it quantised, part by part; empty if it has it in float."""
+        return self._blocks("model.embed_tokens.weight" if name == "lm_head.weight" and self._flags.tied else name, values)
 
     def _stored(self, name: str) -> tuple[str, ...]:
         """Names in the files of what makes up a tensor of the decoder."""

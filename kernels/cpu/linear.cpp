@@ -488,11 +488,16 @@ void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, 
     const Output out{y, y_stride, bias, outputs};
     const Multiply multiply_block = multiply_for(bits, half);
     const int64_t blocks = (outputs + LANES - 1) / LANES;
+    const bool few = rows <= 2;  // then waiting for each other would take longer than doing it
+    if (few)
+        for (int64_t row = 0; row < rows; ++row) quantise_row(x + row * x_stride, inputs, quantised, row);
 #pragma omp parallel num_threads(threads)
     {
+        if (!few) {
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) quantise_row(x + row * x_stride, inputs, quantised, row);
-#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; ++row) quantise_row(x + row * x_stride, inputs, quantised, row);
+        }
+#pragma omp for schedule(static) nowait
         for (int64_t block = 0; block < blocks; ++block) multiply_block(quantised, rows, packed, out, block);
     }
 }

@@ -1,0 +1,110 @@
+"""Quantised matrices as a GGUF file has them, from a converted folder to the kernels' format, without going through float.
+
+Kinds that fit the format are held exactly: Q4_0, Q4_1 and Q4_K in 4 bits, Q5_0 and Q8_0 in 8. The others (Q5_1, Q5_K:
+5 bits with a minimum; Q6_K: groups of 16) are put into 8 bits from their values. The layouts are ggml's
+(https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). Invariant: what is called exact here dequantises to
+the very float32 values of the converted folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from agentrt.hub.gguf import BLOCKS_FILE
+from agentrt.kernels.quantized_linear import QuantizedWeight
+
+
+class GgufBlocks:
+    """The quantised matrices of a converted folder; there are none in other folders."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the folder's file of blocks, if it has one."""
+        path = folder / BLOCKS_FILE
+        self._file: Any = safe_open(path, framework="pt") if path.exists() else None
+        self._kinds: dict[str, str] = {} if self._file is None else self._file.metadata() or {}
+
+    def __call__(self, name: str, values: Tensor) -> list[QuantizedWeight]:
+        """The parts of a matrix, its rows in order; empty if it is not stored quantised.
+
+        Args:
+            name: Such as "model.layers.0.mlp.down_proj.weight".
+            values: The matrix in float32, [out, in], for kinds that are not exact.
+        """
+        parts: list[QuantizedWeight] = []
+        row = 0
+        while (part := f"{name}.{len(parts)}") in self._kinds:
+            raw = self._file.get_tensor(part)
+            parts.append(from_blocks(self._kinds[part], raw, values[row : row + raw.shape[0]]))
+            row += raw.shape[0]
+        return parts
+
+
+def from_blocks(kind: str, raw: Tensor, values: Tensor) -> QuantizedWeight:
+    """One matrix.
+
+    Args:
+        kind: GGML's name of the type.
+        raw: uint8 [out, bytes a row].
+        values: float32 [out, in], what the bytes mean.
+    """
+    decode = _EXACT.get(kind)
+    return QuantizedWeight.of(values, 8) if decode is None else decode(raw)
+
+
+def _q4_0(raw: Tensor) -> QuantizedWeight:
+    """Scale, 16 bytes of two halves; value = scale * (q - 8)."""
+    blocks = raw.unflatten(1, (-1, 18))
+    scale = _halfs(blocks[..., :2])
+    return QuantizedWeight(blocks.shape[1] * 32, _nibbles(blocks[..., 2:]), scale, scale * -8)
+
+
+def _q4_1(raw: Tensor) -> QuantizedWeight:
+    """Scale, minimum, 16 bytes of two halves."""
+    blocks = raw.unflatten(1, (-1, 20))
+    q = _nibbles(blocks[..., 4:])
+    return QuantizedWeight(blocks.shape[1] * 32, q, _halfs(blocks[..., :2]), _halfs(blocks[..., 2:4]))
+
+
+def _q8_0(raw: Tensor) -> QuantizedWeight:
+    """Scale, 32 bytes."""
+    blocks = raw.unflatten(1, (-1, 34))
+    return QuantizedWeight(blocks.shape[1] * 32, blocks[..., 2:].contiguous().view(torch.int8), _halfs(blocks[..., :2]))
+
+
+def _q5_0(raw: Tensor) -> QuantizedWeight:
+    """Scale, 32 fifth bits, 16 bytes of two halves; value = scale * (q - 16)."""
+    blocks = raw.unflatten(1, (-1, 22))
+    fifth = (blocks[..., 2:6].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    q = _nibbles(blocks[..., 6:]) | fifth.flatten(2) << 4
+    return QuantizedWeight(blocks.shape[1] * 32, q.view(torch.int8) - 16, _halfs(blocks[..., :2]))
+
+
+def _q4_k(raw: Tensor) -> QuantizedWeight:
+    """Eight groups: two scales for all, a 6-bit scale and minimum for each, then four times 32 bytes of two halves."""
+    blocks = raw.unflatten(1, (-1, 144))
+    packed = blocks[..., 4:16]
+    low, high, mixed = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((low & 63, (mixed & 15) | (low >> 6) << 4), -1)
+    minima = torch.cat((high & 63, (mixed >> 4) | (high >> 6) << 4), -1)
+    q = torch.stack((blocks[..., 16:].unflatten(-1, (4, 32)) & 15, blocks[..., 16:].unflatten(-1, (4, 32)) >> 4), 3)
+    scale = _halfs(blocks[..., :2]).float().unsqueeze(-1) * scales.float()
+    minimum = _halfs(blocks[..., 2:4]).float().unsqueeze(-1) * minima.float()
+    return QuantizedWeight(blocks.shape[1] * 256, q.flatten(1).unflatten(1, (-1, 32)), scale.flatten(1), -minimum.flatten(1))
+
+
+_EXACT = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q5_0": _q5_0, "Q8_0": _q8_0}
+
+
+def _halfs(pairs: Tensor) -> Tensor:
+    """uint8 [..., 2] to float16 [...]."""
+    return pairs.contiguous().view(torch.float16).squeeze(-1)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[..., 16] to [..., 32]: the low halves of all bytes, then the high ones."""
+    return torch.cat((packed & 15, packed >> 4), -1)

@@ -1,0 +1,115 @@
+"""The linear layers of 4 and 8 bits: kernel and reference agree, and a row does not see its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agentrt.kernels import quantized_linear as layer
+from agentrt.kernels.cpu import build
+from agentrt.kernels.quantized_linear import NativeLinear, QuantizedWeight, on_grid, quantized_linear, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+native = pytest.mark.skipif(build.load("linear") is None, reason=build.built("linear").found)
+
+
+def quantised(bits: int, outputs: int, inputs: int, dtype: torch.dtype, generator: torch.Generator) -> QuantizedWeight:
+    """A weight of every value that the format has, extremes too."""
+    groups = -(-inputs // layer.GROUP)
+    low, high, kind = (0, 16, torch.uint8) if bits == 4 else (-127, 128, torch.int8)
+    q = torch.randint(low, high, (outputs, groups, layer.GROUP), generator=generator).to(kind)
+    q[torch.rand(outputs, groups, generator=generator) < 0.2] = high - 1
+    scale = (torch.rand(outputs, groups, generator=generator) * 0.02).to(dtype)
+    minimum = (torch.randn(outputs, groups, generator=generator) * 0.1).to(dtype) if bits == 4 else None
+    return QuantizedWeight(inputs, q, scale, minimum)
+
+
+def exactly(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """In float64."""
+    y = on_grid(x).double() @ weight.dequantize().double().T
+    return y if bias is None else y + bias.double()
+
+
+@native
+@given(
+    bits=st.sampled_from((4, 8)),
+    dtype=st.sampled_from((torch.float16, torch.float32)),
+    outputs=st.integers(1, 70),
+    inputs=st.integers(1, 200),
+    rows=st.integers(1, 21),
+    biased=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_kernel_computes_the_reference(bits, dtype, outputs, inputs, rows, biased, threads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = quantised(bits, outputs, inputs, dtype, generator)
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    wide = torch.randn(rows, inputs + 5, generator=generator) * 10 ** torch.randint(-3, 3, (rows, 1), generator=generator)
+    x = wide[:, :inputs]  # rows apart by more than their length
+    x[torch.rand(x.shape, generator=generator) < 0.05] = 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run = quantized_linear(weight, bias)
+        assert isinstance(run, NativeLinear)
+        y = run(x)
+        for row in range(rows):
+            assert torch.equal(run(x[row : row + 1])[0], y[row]), "a row alone differs from the row in company"
+    finally:
+        torch.set_num_threads(before)
+    expected = exactly(x, weight, bias)
+    size = on_grid(x).double().abs() @ weight.dequantize().double().abs().T + (0 if bias is None else bias.double().abs())
+    assert ((y - expected).abs() <= 1e-5 * size + 1e-30).all()
+    assert ((reference(x, weight.dequantize(), bias) - expected).abs() <= 1e-5 * size + 1e-30).all()
+
+
+@native
+@pytest.mark.parametrize("bits", [4, 8])
+def test_odd_values_stay_in_their_row(bits):
+    generator = torch.Generator().manual_seed(3)
+    weight = quantised(bits, 40, 96, torch.float16, generator)
+    run = quantized_linear(weight, None)
+    x = torch.randn(7, 96, generator=generator)
+    calm = run(x)
+    x[1, 40], x[3, 0], x[4], x[5] = torch.nan, -torch.inf, 0.0, 1e-42
+    y = run(x)
+    assert y[[1, 3]].isnan().all()
+    assert torch.equal(y[[0, 2, 6]], calm[[0, 2, 6]])
+    assert (y[[4, 5]].abs() < 1e-30).all()
+    assert reference(x, weight.dequantize(), None)[[1, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e8])
+def test_quantising_loses_half_a_step_at_most(bits, size):
+    weight = torch.randn(20, 100, generator=torch.Generator().manual_seed(1)) * size
+    weight[3] = 0
+    held = QuantizedWeight.of(weight, bits)
+    assert held.bits == bits
+    assert held.scale.dtype == (torch.float16 if size == 1.0 else torch.float32)
+    step = held.scale.float().repeat_interleave(layer.GROUP, 1)[:, :100]
+    error = (held.dequantize() - weight).abs()
+    assert (error <= step * 0.51 + weight.abs() * 2e-3).all()
+    assert torch.equal(held.dequantize()[3], weight[3])
+
+
+def test_other_dtypes_come_back_as_they_came():
+    weight = QuantizedWeight.of(torch.randn(6, 40), 4)
+    x = torch.randn(3, 40).bfloat16()
+    assert quantized_linear(weight, torch.randn(6).bfloat16())(x).dtype == torch.bfloat16
+
+
+def test_without_a_compiler_the_reference_runs(monkeypatch):
+    monkeypatch.setenv("AGENTRT_NATIVE", "0")
+    build.built.cache_clear()
+    layer._native.cache_clear()
+    try:
+        weight, x = QuantizedWeight.of(torch.randn(6, 40), 4), torch.randn(3, 40)
+        run = quantized_linear(weight, None)
+        assert not isinstance(run, NativeLinear)
+        assert torch.equal(run(x), reference(x, weight.dequantize(), None))
+    finally:
+        build.built.cache_clear()
+        layer._native.cache_clear()

@@ -1,0 +1,33 @@
+"""Every quantised kind of GGUF comes into the kernels' format: exactly, or as near as 8 bits can."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from agentrt.models.gguf_blocks import from_blocks
+
+EXACT = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 8, "Q8_0": 8}
+
+
+@pytest.mark.parametrize("kind", [*EXACT, "Q5_1", "Q5_K", "Q6_K"])
+def test_blocks_mean_what_gguf_says(kind):
+    ggml = gguf.GGMLQuantizationType[kind]
+    values_a_block, bytes_a_block = gguf.GGML_QUANT_SIZES[ggml]
+    rng = np.random.default_rng(5)
+    raw = rng.integers(0, 256, (6, 512 // values_a_block, bytes_a_block), np.uint8)
+    # Any bits are a block, but for the float16 scales, which must be finite.
+    halves = {"Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_0": (0,), "Q8_0": (0,), "Q5_1": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for at in halves[kind]:
+        raw[..., at : at + 2] = rng.normal(0, 0.1, raw.shape[:2]).astype(np.float16)[..., None].view(np.uint8)
+    raw = raw.reshape(6, -1)
+    values = torch.from_numpy(gguf.dequantize(raw, ggml))
+    weight = from_blocks(kind, torch.from_numpy(raw), values)
+    assert weight.bits == EXACT.get(kind, 8)
+    if kind in EXACT:
+        assert torch.equal(weight.dequantize(), values)
+    else:
+        largest = values.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
+        assert ((weight.dequantize() - values).abs() <= largest / 253).all()
