@@ -23,13 +23,13 @@ schema_app = typer.Typer(help="What a JSON Schema would do to a request.", no_ar
 app.add_typer(models_app, name="models")
 app.add_typer(schema_app, name="schema")
 
-ANSWER, BATCH, ENGINE = "Answer", "Batch", "Engine"
+ANSWER, BATCH, ENGINE, WHERE, REQUESTS = "Answer", "Batch", "Engine", "Where", "Requests"
 
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Short name, folder, .gguf file or hf:org/name.", show_default="smollm2-135m", rich_help_panel=ENGINE),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=ENGINE)]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16, int8 or int4.", rich_help_panel=ENGINE)]
 KvTokens = Annotated[int | None, typer.Option(min=1, help="Token slots of the KV store.", show_default="what fits", rich_help_panel=ENGINE)]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's own", rich_help_panel=ENGINE)]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=0, help="Most tokens of an answer.", rich_help_panel=ANSWER)]
@@ -173,29 +173,32 @@ def compile_schemas(files: Annotated[list[str], typer.Argument(help="Files; '-' 
     compile_files(files)
 
 
+def _serving(metavar: str, text: str, panel: str, *names: str, **more: Any) -> Any:
+    """An option of `serve`, on one line of a screen of 80 columns, its default in its text: there are many."""
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel, show_default=False, show_envvar=False, **more)
+
+
 @app.command()
 def serve(
-    model: Model = None,
-    host: Annotated[str, typer.Option(help="Address to bind.", rich_help_panel="Where")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel="Where")] = 8000,
-    api_key: Annotated[str | None, typer.Option(help="What clients must send.", envvar="AGENTRT_API_KEY", rich_help_panel="Where")] = None,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="Names that requests may use; can be repeated.", rich_help_panel="Where")] = None,
-    dtype: Dtype = "auto",
-    kv_tokens: Annotated[
-        int | None,
-        typer.Option("--kv-tokens", "--max-total-tokens", min=1, help="Token slots of the KV store.", show_default="what fits", rich_help_panel=ENGINE),
-    ] = None,
-    threads: Threads = None,
-    max_running: Annotated[int | None, typer.Option(help="Most sequences in one step.", rich_help_panel=ENGINE)] = None,
-    chunk_size: Annotated[int | None, typer.Option(help="Most new tokens in one step.", rich_help_panel=ENGINE)] = None,
-    schedule_policy: Annotated[str | None, typer.Option(help="fcfs, lpm, dfs or program.", rich_help_panel=ENGINE)] = None,
+    model: Annotated[str | None, _serving("NAME", "smollm2-135m, a name, folder, .gguf.", ENGINE, "--model", "-m")] = None,
+    dtype: Annotated[str, _serving("NAME", "auto, float32, bfloat16, int8 or int4.", ENGINE)] = "auto",
+    max_total_tokens: Annotated[int | None, _serving("N", "Slots of the KV store; what fits.", ENGINE, min=1)] = None,
+    kv_tokens: Annotated[int | None, _serving("N", "The same, as elsewhere.", ENGINE, min=1)] = None,
+    threads: Annotated[int | None, _serving("N", "Threads of torch; its own choice.", ENGINE, min=1)] = None,
+    max_running: Annotated[int | None, _serving("N", "Most sequences in one step.", ENGINE)] = None,
+    chunk_size: Annotated[int | None, _serving("N", "Most new tokens in one step.", ENGINE)] = None,
+    schedule_policy: Annotated[str | None, _serving("NAME", "fcfs, lpm, dfs or program.", ENGINE)] = None,
     no_radix_cache: Annotated[bool, typer.Option("--no-radix-cache", help="Keep no prefixes.", rich_help_panel=ENGINE)] = False,
-    max_queued: Annotated[int, typer.Option(help="Waiting requests before 503.", rich_help_panel="Requests")] = 1024,
-    record_trace: Annotated[str | None, typer.Option(help="Record a trace, for `agentrt simulate`.", rich_help_panel=ENGINE)] = None,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds for what runs, after SIGTERM.", rich_help_panel="Requests")] = 30.0,
-    tool_format: Annotated[str, typer.Option(help="How the model writes calls; auto: from its template.", rich_help_panel="Requests")] = "auto",
-    named_tool_finish: Annotated[str, typer.Option(help="stop or tool_calls.", rich_help_panel="Requests")] = "stop",
-    log_format: Annotated[str, typer.Option(help="text or json.", rich_help_panel="Requests")] = "text",
+    record_trace: Annotated[str | None, _serving("FILE", "For `agentrt simulate`.", ENGINE)] = None,
+    host: Annotated[str, _serving("NAME", "Address to bind; 127.0.0.1.", WHERE)] = "127.0.0.1",
+    port: Annotated[int, _serving("N", "8000; 0 takes a free one.", WHERE)] = 8000,
+    api_key: Annotated[str | None, _serving("KEY", "What clients send; AGENTRT_API_KEY.", WHERE, envvar="AGENTRT_API_KEY")] = None,
+    served_model_name: Annotated[list[str] | None, _serving("NAME", "What requests call it; repeatable.", WHERE)] = None,
+    max_queued: Annotated[int, _serving("N", "Waiting before a 503; 1024.", REQUESTS)] = 1024,
+    drain_timeout: Annotated[float, _serving("SECONDS", "For what runs, after SIGTERM; 30.", REQUESTS)] = 30.0,
+    tool_format: Annotated[str, _serving("NAME", "How it writes calls; auto.", REQUESTS)] = "auto",
+    named_tool_finish: Annotated[str, _serving("WORD", "stop (as OpenAI) or tool_calls.", REQUESTS)] = "stop",
+    log_format: Annotated[str, _serving("WORD", "text or json.", REQUESTS)] = "text",
 ) -> None:
     """Serves a model in OpenAI's protocol, with tools, schemas and an inspector."""
     from agentrt.cli.serve import run
@@ -216,7 +219,7 @@ def serve(
         model,
         config,
         dtype=dtype,
-        kv_tokens=kv_tokens,
+        kv_tokens=max_total_tokens or kv_tokens,
         threads=threads,
         max_running=max_running,
         step_tokens=chunk_size,
