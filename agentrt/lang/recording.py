@@ -31,7 +31,7 @@ def report_of(run: Run) -> Report:
             "path": branch.path,
             "tokens": len(branch.transcript),
             "shared_tokens": min(branch.shared_ids, len(branch.transcript)),
-            "error": None if branch.error is None else f"{type(branch.error).__name__}: {branch.error}",
+            "error": None if branch.error is None or branch.inherited else f"{type(branch.error).__name__}: {branch.error}",
         }
         for branch in list(run.branches)
     ]

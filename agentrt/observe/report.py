@@ -136,20 +136,27 @@ def recomputed(call: Record) -> list[dict[str, Any]]:
 def critical_path(calls: Sequence[Record], tools: Sequence[Record] = ()) -> dict[str, Any]:
     """Finds the chain of calls and tools that the end of the run waited for.
 
-    From what ended last, each step goes back to what ended last before it began: what it can have waited for.
+    From what ended last, each step goes back to what ended last before it began: what it can have waited for. Branches of one fork do
+    not wait for each other.
     """
-    spans = [("call", place, c["began"], c["ended"]) for place, c in enumerate(calls)]
-    spans += [("tool", place, t["began"], t["ended"]) for place, t in enumerate(tools)]
+    spans = [("call", place, c) for place, c in enumerate(calls)] + [("tool", place, t) for place, t in enumerate(tools)]
     chain: list[dict[str, Any]] = []
-    limit = float("inf")
-    by_end = sorted(spans, key=lambda span: span[3])
-    while by_end:
-        span = by_end.pop()
-        if span[3] <= limit:
-            chain.append({"kind": span[0], "index": span[1], "seconds": round(span[3] - span[2], 6)})
-            limit = span[2] + 1e-9
+    limit, branch = float("inf"), ""
+    for kind, place, span in sorted(spans, key=lambda each: each[2]["ended"], reverse=True):
+        here = span.get("branch", "")
+        if span["ended"] <= limit and not _side_by_side(here, branch):
+            chain.append({"kind": kind, "index": place, "seconds": round(span["ended"] - span["began"], 6)})
+            limit, branch = span["began"] + 1e-9, here
     chain.reverse()
     return {"seconds": round(sum(step["seconds"] for step in chain), 6), "steps": chain}
+
+
+def _side_by_side(one: str, other: str) -> bool:
+    """Whether two branches lie in different branches of one fork ("0.1/2.0" and "0.3": the second and the fourth of the first)."""
+    for a, b in zip(one.split("/"), other.split("/"), strict=False):
+        if a != b:
+            return "." in a and "." in b and a.partition(".")[0] == b.partition(".")[0]
+    return False
 
 
 def _parent(path: str) -> str | None:

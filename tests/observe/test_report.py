@@ -104,6 +104,30 @@ def test_the_critical_path_is_the_chain_that_the_end_waited_for():
     assert path["seconds"] == 10
 
 
+def test_branches_of_one_fork_do_not_wait_for_each_other():
+    calls = [
+        {"branch": "", "began": 0, "ended": 1},
+        {"branch": "0.0", "began": 1, "ended": 4},
+        {"branch": "0.1", "began": 5, "ended": 9},  # began late, but not because of 0.0
+        {"branch": "1.0", "began": 9, "ended": 10},
+    ]
+    assert [step["index"] for step in critical_path(calls)["steps"]] == [0, 2, 3]
+
+
+def test_only_the_branch_that_failed_is_shown_as_failed():
+    @function
+    def fails(s):
+        s += "Q"
+        forks = s.fork(3)
+        forks += lambda i: f"{i}" + gen("a")
+        forks.join()
+
+    backend = ScriptedBackend(lambda t, r: Answer("x", error=RequestError("no") if t.endswith("1") else None))
+    state = fails.run(backend=backend, stream=True)
+    assert state.error() is not None
+    assert {b["path"]: b["error"] is None for b in state.report().values["branches"]} == {"": False, "0.0": True, "0.1": False, "0.2": True}
+
+
 class Page(HTMLParser):
     """Collects what a browser would fetch, and checks that tags are balanced."""
 
