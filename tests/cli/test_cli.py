@@ -237,3 +237,10 @@ def test_a_recorded_run_can_be_simulated(tiny_model, tmp_path):
     done = agentrt("simulate", tmp_path / "none")
     assert done.returncode == 1
     assert "none" in done.stderr
+
+
+def test_help_of_serve_is_grouped_and_fits_a_screen():
+    lines = agentrt("serve", "--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout.splitlines()
+    assert len(lines) <= 40
+    assert [group for group in ("Engine", "Where", "Requests") if any(f" {group} " in line for line in lines)] == ["Engine", "Where", "Requests"]
+    assert not any("…" in line for line in lines)  # no name is cut
