@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from agentrt.errors import UserError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+AttentionChoice = Literal["auto", "torch", "triton"]
 Policy = Literal["fcfs", "lpm", "dfs", "program"]
 Eviction = Literal["lru", "lfu", "slru", "adaptive", "program"]
 
@@ -129,6 +130,7 @@ class EngineConfig:
             activations of 8 bits, the rest in float32. "auto": bfloat16 where the processor multiplies it natively, else
             float32.
         device: "auto", "cpu" or "cuda".
+        attention: "torch": operators, anywhere. "triton": kernels, on a GPU. "auto": kernels where there is a GPU and Triton.
         threads: Threads of torch; None: torch's own choice.
         max_context: Shortens the model's context; None: the model's own.
         record_trace: File to record a trace to, for `agentrt simulate`; it holds every prompt's token ids. None: none.
@@ -138,6 +140,7 @@ class EngineConfig:
     model: str | None = None
     dtype: Dtype = "auto"
     device: str = "auto"
+    attention: AttentionChoice = "auto"
     threads: int | None = None
     max_context: int | None = None
     record_trace: str | None = None
@@ -147,6 +150,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, Dtype)
+        _one_of("attention", self.attention, AttentionChoice)
         _whole("threads", self.threads, 1)
         _whole("max_context", self.max_context, 2)
 

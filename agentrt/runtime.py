@@ -14,7 +14,7 @@ from agentrt import backend as streams
 from agentrt.backend import Message
 from agentrt.backends.door import Prompt, is_batch, prompt_ids
 from agentrt.backends.local import LocalBackend
-from agentrt.config import CacheConfig, Dtype, EngineConfig, Eviction, Limits, Policy, SchedulerConfig
+from agentrt.config import AttentionChoice, CacheConfig, Dtype, EngineConfig, Eviction, Limits, Policy, SchedulerConfig
 from agentrt.errors import UserError
 from agentrt.hub import resolve_model
 from agentrt.hub.fetch import ProgressCallback
@@ -55,6 +55,7 @@ class Engine(LocalBackend):
         *,
         dtype: Dtype = "auto",
         device: str = "auto",
+        attention: AttentionChoice = "auto",
         threads: int | None = None,
         max_context: int | None = None,
         kv_tokens: int | None = None,
@@ -77,6 +78,7 @@ class Engine(LocalBackend):
             dtype: Arithmetic, or "int8" or "int4" for the bits of the matrices' weights (CPU); "auto": bfloat16 where the
                 processor multiplies it natively, else float32.
             device: "auto", "cpu" or "cuda".
+            attention: "torch", "triton" or "auto": Triton's kernels where there is a GPU and Triton.
             threads: Threads of torch; None: torch's own choice.
             max_context: Shortens the model's context.
             kv_tokens: Token slots of the KV store; None: a share of the free memory.
@@ -102,6 +104,7 @@ class Engine(LocalBackend):
             model=model,
             dtype=dtype,
             device=device,
+            attention=attention,
             threads=threads,
             max_context=max_context,
             record_trace=record_trace,

@@ -167,7 +167,7 @@ def _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, BLOCK
 
 
 @triton.jit
-def _sample(logits, temperatures, top_ks, top_ps, min_ps, numbers, tokens, stride, vocab, BLOCK: tl.constexpr):
+def _sample(logits, ways, tokens, rows, stride, vocab, BLOCK: tl.constexpr):
     """Program (row)."""
     place = tl.program_id(0)
     row = logits + place.to(tl.int64) * stride
@@ -180,9 +180,11 @@ def _sample(logits, temperatures, top_ks, top_ps, min_ps, numbers, tokens, strid
         where = tl.min(tl.where(x == largest, offsets, 0x7FFFFFFF), 0)
         likeliest = tl.where(largest > peak, where, likeliest)
         peak = tl.maximum(peak, largest)
-    temperature = tl.load(temperatures + place)
-    top_k, top_p, min_p = tl.load(top_ks + place), tl.load(top_ps + place), tl.load(min_ps + place)
-    number = tl.load(numbers + place)
+    temperature = tl.load(ways + place).to(tl.float32)
+    top_k = tl.load(ways + rows + place).to(tl.int32)
+    top_p = tl.load(ways + 2 * rows + place).to(tl.float32)
+    min_p = tl.load(ways + 3 * rows + place).to(tl.float32)
+    number = tl.load(ways + 4 * rows + place)
     warmth = 1.0 / tl.maximum(temperature, 1e-30)
     token = likeliest
     if peak == float("-inf"):
@@ -195,16 +197,13 @@ def _sample(logits, temperatures, top_ks, top_ps, min_ps, numbers, tokens, strid
     tl.store(tokens + place, token)
 
 
-def sample(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, numbers: Tensor) -> Tensor:
+def sample(logits: Tensor, ways: Tensor) -> Tensor:
     """Chooses a token for each row.
 
     Args:
-        logits: float32 [rows, vocab], the last dimension contiguous; not NaN and not plus infinity.
-        temperatures: float32 [rows]; below `COLDEST` the likeliest token is taken.
-        top_ks: int32 [rows]; 0: off.
-        top_ps: float32 [rows]; 1: off.
-        min_ps: float32 [rows]; 0: off.
-        numbers: float64 [rows], in [0, 1).
+        logits: float32 [rows, vocab], the last dimension contiguous; neither NaN nor plus infinity.
+        ways: float64 [5, rows], contiguous: temperatures (below `COLDEST` the likeliest token is taken); top-k, 0 for off; top-p,
+            1 for off; min-p, 0 for off; random numbers in [0, 1).
 
     Returns:
         int32 [rows]: tokens; `NOTHING_ALLOWED` where every logit is minus infinity.
@@ -212,9 +211,7 @@ def sample(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor,
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _sample[(rows,)](
-        logits, temperatures, top_ks, top_ps, min_ps, numbers, tokens, logits.stride(0), vocab, BLOCK=block, num_warps=8, num_stages=1
-    )
+    _sample[(rows,)](logits, ways, tokens, rows, logits.stride(0), vocab, BLOCK=block, num_warps=8, num_stages=1)
     return tokens
 
 

@@ -105,3 +105,12 @@ class FusedAttention(Attention, Protocol):
             [tokens, heads, head_dim], in qkv's dtype.
         """
         ...
+
+
+@runtime_checkable
+class HostPlanned(Protocol):
+    """Attention that works a step out on the host, and so wants its slots there; `AttentionBatch.slots` are on the CPU for it."""
+
+    def pack(self, batch: AttentionBatch, window: int | None, /) -> object:
+        """Works a step out."""
+        ...

@@ -8,7 +8,7 @@ page size, which is what the pool hands out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,6 +135,37 @@ class TritonAttention:
         attend(tiles.wide, self._wide)
         merge_parts(parts, part_lse, tiles.merge_tokens, tiles.merge_starts, tiles.merge_members, out)
         return out
+
+    def reserve(
+        self, batch: AttentionBatch, windows: Iterable[int | None], runs: int, tokens: int, *, pinned: bool
+    ) -> Callable[[AttentionBatch], None]:
+        """Makes room in `batch.prepared` for any step of one token a run, for whoever runs the same launches step after step.
+
+        Args:
+            batch: What the launches are made with.
+            windows: Of the model's layers.
+            runs: Most runs of a step.
+            tokens: Length of all sequences of a step together, at most.
+            pinned: Whether to copy from pinned memory.
+
+        Returns:
+            Fills the room for a step.
+        """
+        room = self.capacity(runs, tokens // self.page_size + runs)
+        size = Sections.of(room).size
+        places: list[tuple[int | None, Tensor, Tensor]] = []
+        for window in windows:
+            memory = torch.zeros(size, dtype=torch.int32, device=self._device)
+            batch.prepared[TritonAttention, window] = Sections.of(room).on(memory)
+            places.append((window, torch.empty(size, dtype=torch.int32, pin_memory=pinned), memory))
+
+        def fill(step: AttentionBatch) -> None:
+            for window, staging, memory in places:
+                host, _ = self.pack(step, window, room)
+                staging[: len(host)] = torch.from_numpy(host)
+                memory[: len(host)].copy_(staging[: len(host)], non_blocking=True)
+
+        return fill
 
     def capacity(self, runs: int, pages: int) -> TileCapacity:
         """Room for any step of at most so many runs of one token with at most so many pages, shared prefixes included."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.backend import EngineFacts
 from agentrt.cache.eviction import eviction_policy
 from agentrt.cache.page_pool import PagePool
@@ -18,7 +17,7 @@ from agentrt.engine.engine import EngineCore
 from agentrt.engine.executor import LocalExecutor
 from agentrt.engine.kv_store import KVStore, bytes_per_token
 from agentrt.engine.model_runner import ModelRunner
-from agentrt.engine.sampler import Sampler
+from agentrt.engine.step_parts import step_parts
 from agentrt.errors import UserError
 from agentrt.models.loader import GenerationDefaults, LoadedModel, load_model
 from agentrt.observe.trace import TraceRecorder
@@ -62,8 +61,10 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     policy = POLICIES[config.scheduler.policy]
     scheduler = Scheduler(cache, budget, policy, clock=time.monotonic, max_wait=config.scheduler.max_wait, hold_seconds=config.cache.hold_seconds)
     store = KVStore(model.config, pages * page_size, dtype, device)
-    runner = ModelRunner(model, store, TorchAttention(), device)
-    executor = LocalExecutor(runner, Sampler(_allowed(model, tokenizer), model.generation.eos_ids), model.config.vocab_size)
+    parts = step_parts(config.attention, model, store, page_size, device, budget.max_running)
+    runner = ModelRunner(model, store, parts.attention, device, parts.graphs)
+    sampler = parts.sampler(_allowed(model, tokenizer), model.generation.eos_ids)
+    executor = LocalExecutor(runner, sampler, model.config.vocab_size)
     core = EngineCore(
         scheduler,
         executor,

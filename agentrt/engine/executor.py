@@ -61,7 +61,7 @@ class LocalExecutor:
         """Computes the plan's tokens."""
         started = time.perf_counter()
         self._states.apply(plan)
-        batch = forward_batch(plan, self._states, self._runner.device)
+        batch = forward_batch(plan, self._states)
         hidden = self._runner.forward(batch)
         return _LocalStep(self, plan, hidden[: batch.scored], hidden[batch.scored :], started)
 

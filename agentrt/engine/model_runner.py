@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrt.attention.base import Attention
+from agentrt.attention.base import Attention, HostPlanned
 from agentrt.engine.batch import ForwardBatch
+from agentrt.engine.decode_graphs import DecodeGraphs
 from agentrt.engine.kv_store import KVStore
 from agentrt.engine.sampler import token_logprob
 from agentrt.models.loader import LoadedModel
@@ -22,15 +23,29 @@ SCORE_ROWS = 64
 class ModelRunner:
     """A model, its KV store and its attention."""
 
-    def __init__(self, model: LoadedModel, store: KVStore, attention: Attention, device: torch.device) -> None:
-        """Puts them together; all on `device`."""
+    def __init__(
+        self, model: LoadedModel, store: KVStore, attention: Attention, device: torch.device, graphs: DecodeGraphs | None = None
+    ) -> None:
+        """Puts them together; all on `device`.
+
+        Args:
+            model, store, attention: As they are.
+            device: Where they are.
+            graphs: Captured decode steps of this very model, store and attention; None: every step is launched anew.
+        """
         self.device = device
         self._decoder = model.decoder
         self._store = store
         self._attention = attention
+        self._graphs = graphs
+        self._wants_slots = not isinstance(attention, HostPlanned)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Computes the batch's tokens and writes their KV; returns the hidden states of `logits_rows`: [rows, width]."""
+        if self._graphs is not None and self._graphs.cover(batch):
+            return self._graphs.forward(batch)
+        if self.device.type == "cuda":
+            batch = batch.on(self.device, slots=self._wants_slots)
         hidden = self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
         return hidden.index_select(0, batch.logits_rows)
 

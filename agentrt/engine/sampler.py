@@ -39,8 +39,8 @@ _LIGHTEST = -87.0
 _PIECE = 1 << 20
 _LARGEST = torch.finfo(torch.float32).max
 
-_NOT_FINITE = "the model gave NaN or infinite logits for this request"
-_NOTHING_ALLOWED = "no token is allowed next: the request's constraint leaves none that the model has"
+NOT_FINITE = "the model gave NaN or infinite logits for this request"
+NOTHING_ALLOWED = "no token is allowed next: the request's constraint leaves none that the model has"
 
 
 def uniform(seed: int, position: int) -> float:
@@ -93,7 +93,7 @@ class Sampler:
             valid: bool [vocab]: ids that stand for a token; the others are never chosen.
             eos_ids: The model's end tokens.
         """
-        self._invalid_ids = (~valid).nonzero()[:, 0]
+        self.invalid_ids = (~valid).nonzero()[:, 0]
         self._valid_words = _words(np.packbits(valid.cpu().numpy(), bitorder="little"))
         self._eos_ids = tuple(eos_ids)
 
@@ -104,11 +104,11 @@ class Sampler:
             logits: float32 [rows, vocab]; changed in place.
             rows: How to choose, one per row.
         """
-        errors = _neutralised(logits, _finite(logits), NumericalError, _NOT_FINITE)
-        if len(self._invalid_ids):
-            logits.index_fill_(1, self._invalid_ids.to(logits.device), -torch.inf)
+        errors = _neutralised(logits, _finite(logits), NumericalError, NOT_FINITE)
+        if len(self.invalid_ids):
+            logits.index_fill_(1, self.invalid_ids.to(logits.device), -torch.inf)
         grid = _Grid.of(_masked(_whole_blocks(logits), rows))
-        errors = _neutralised(grid.values, grid.peaks() > -torch.inf, ConstraintError, _NOTHING_ALLOWED) | errors
+        errors = _neutralised(grid.values, grid.peaks() > -torch.inf, ConstraintError, NOTHING_ALLOWED) | errors
         for index in errors:
             grid.tops[index] = 0
         logprobs = _Logprobs(grid, rows)
@@ -332,7 +332,8 @@ def _keys(values: Tensor, ids: Tensor) -> Tensor:
     return (~ascending).long() << 32 | ids
 
 
-def _is_biased(row: Row) -> bool:
+def is_biased(row: Row) -> bool:
+    """Whether the row changes single logits: by penalties, a bias, or a least length."""
     return row.penalties is not None or bool(row.sampling.logit_bias) or row.output_length < row.sampling.min_tokens
 
 
@@ -352,7 +353,7 @@ class _Logprobs:
         index = torch.tensor(self._rows, device=grid.values.device)
         sums = grid.sums(index, torch.ones_like(index)).sum(-1)
         self._norms = (grid.peaks()[index].double() + sums.log()).tolist()
-        self._values = grid.values.clone() if any(_is_biased(rows[row]) for row in self._rows) else grid.values
+        self._values = grid.values.clone() if any(is_biased(rows[row]) for row in self._rows) else grid.values
         self._tops = _tops(grid, dict(counts))
 
     def of(self, tokens: Sequence[int]) -> dict[int, TokenLogprob]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec, FusedAttention
+from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
 from agentrt.models.config import Activation, DecoderConfig, ModelConfig
 from agentrt.models.linear import Linear, LinearFactory, dense
 from agentrt.models.rotary import Rotary, rotate
@@ -141,9 +141,9 @@ class Decoder:
     ) -> Tensor:
         heads = self.config.heads
         qkv = layer.qkv(layer.before_attention(hidden)).view(hidden.shape[0], -1, self.config.head_dim)
-        if layer.q_norm is None and isinstance(attention, FusedAttention):
-            attended = attention.from_qkv(qkv, angles, heads, store, batch, layer.spec)
-            return layer.output(attended.view(hidden.shape[0], -1))
+        fused = getattr(attention, "from_qkv", None)  # of a FusedAttention; isinstance would take microseconds a layer
+        if fused is not None and layer.q_norm is None:
+            return layer.output(fused(qkv, angles, heads, store, batch, layer.spec).view(hidden.shape[0], -1))
         qk = qkv[:, : self._rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat((layer.q_norm(qk[:, :heads]), layer.k_norm(qk[:, heads:])), 1)

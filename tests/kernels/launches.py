@@ -95,8 +95,7 @@ def _awq(rows: int) -> Launch:
 
 
 def _sample() -> None:
-    floats, ints = torch.empty(64), torch.empty(64, dtype=torch.int32)
-    sample.sample(torch.empty(64, 128256), floats, ints, floats, floats, floats.double())
+    sample.sample(torch.empty(64, 128256), torch.empty(5, 64, dtype=torch.float64))
 
 
 def _mask() -> None:

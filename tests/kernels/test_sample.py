@@ -17,11 +17,7 @@ WAYS = (
 
 
 def check(logits: torch.Tensor, ways: list[tuple[float, int, float, float]], numbers: list[float]) -> None:
-    temperatures, top_ks, top_ps, min_ps = zip(*ways, strict=True)
-    ours = sample(
-        logits, torch.tensor(temperatures), torch.tensor(top_ks, dtype=torch.int32), torch.tensor(top_ps), torch.tensor(min_ps),
-        torch.tensor(numbers, dtype=torch.float64),
-    )  # fmt: skip
+    ours = sample(logits, torch.tensor([(*way, number) for way, number in zip(ways, numbers, strict=True)], dtype=torch.float64).T.contiguous())
     # The references get the limits as float32 rounds them, since that is what the kernel has.
     rounded = [(float(torch.tensor(t)), k, float(torch.tensor(p)), float(torch.tensor(m))) for t, k, p, m in ways]
     assert ours.tolist() == [sample_reference(row, *way, u) for row, way, u in zip(logits, rounded, numbers, strict=True)]
