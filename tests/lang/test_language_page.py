@@ -47,6 +47,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*knows no tools")
 def test_the_page_runs_on_the_default_model(tmp_path, monkeypatch, engine):
     sgl.set_default_backend(engine)
     try:

@@ -122,6 +122,7 @@ def test_cancelling_frees_the_engine(engine):
     assert end.is_set()
 
 
+@pytest.mark.filterwarnings("ignore:.*knows no tools")
 def test_tools_are_offered_called_and_answered_through_the_template(engine):
     @sgl.tool
     def add(a: int, b: int) -> int:
