@@ -31,6 +31,7 @@ from agentrt.models.config import (
 from agentrt.models.decoder import Decoder, LayeredStore, weight_shapes
 from agentrt.models.gguf_blocks import GgufBlocks
 from agentrt.models.linear import LinearFactory, Quantized, dense
+from agentrt.models.quantized_checkpoint import Files, QuantizedFiles
 
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -150,7 +151,8 @@ def load_model(
     if is_native(hf):
         config = ModelConfig.from_hf(hf)
         with TensorFiles(folder) as files:
-            weights = _FusedWeights(files, config, dtype, device)
+            stored = QuantizedFiles(files, hf["quantization_config"]) if hf.get("quantization_config") else files
+            weights = _FusedWeights(stored, config, dtype, device)
             decoder = Decoder(config, weights, linear if bits is None else Quantized(bits, weights.stored))
     elif bits is not None:
         raise ModelError(
@@ -234,7 +236,7 @@ class _FusedWeights(Mapping[str, Tensor]):
     no more than one exists twice.
     """
 
-    def __init__(self, files: TensorFiles, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, files: Files, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         if config.decoder is None:
             raise ValueError(f"{config.architecture} has no native decoder")
         self._files, self._dtype, self._device = files, dtype, device
@@ -262,6 +264,9 @@ class _FusedWeights(Mapping[str, Tensor]):
 
     def stored(self, name: str, values: Tensor) -> Sequence[QuantizedWeight]:
         """A matrix as the folder has it quantised, part by part; empty if it has it in float."""
+        if isinstance(self._files, QuantizedFiles):
+            parts = [self._files.quantized(stored) for stored in self._stored(name)]
+            return [] if None in parts else [part for part in parts if part is not None]
         return self._blocks("model.embed_tokens.weight" if name == "lm_head.weight" and self._flags.tied else name, values)
 
     def _stored(self, name: str) -> tuple[str, ...]:
@@ -293,7 +298,7 @@ class _FusedWeights(Mapping[str, Tensor]):
         return name.endswith(_COMPUTED) or name.startswith(self._flags.ignored_prefixes)
 
 
-def _layout(files: TensorFiles, flags: DecoderConfig) -> DecoderConfig:
+def _layout(files: Files, flags: DecoderConfig) -> DecoderConfig:
     """The flags, with the names' prefix that these files use; some architectures have been saved under several."""
     for prefix, head in ((flags.weight_prefix, flags.head_name), *flags.other_layouts):
         if f"{prefix}embed_tokens.weight" in files:
