@@ -87,3 +87,42 @@ def test_prefixes_that_part_inside_a_page_reuse_whole_pages_and_answer_right(ask
     short, ample = ask([shared + ids(1, 20), shared + ids(2, 20), shared[: PAGE + 3] + ids(3, 20)])
     assert [tokens for tokens, _ in short] == [tokens for tokens, _ in ample]
     assert [cached for _, cached in short] == [0, 3 * PAGE, PAGE]
+
+
+EXTREME = [
+    {"temperature": 1e-320},
+    {"temperature": 1e-45},
+    {"temperature": 100},
+    {"temperature": 1, "top_p": 1e-300},
+    {"temperature": 1, "min_p": 1},
+    {"temperature": 1, "top_k": 9_223_372_036_854_775_807},
+    {"repetition_penalty": 1e300},
+    {"repetition_penalty": 1e-300},
+    {"logit_bias": {"5": 1e308}},
+    {"logit_bias": {"5": -1e308}},
+    {"temperature": 1e-45, "logit_bias": {"5": 3e38, "6": 3e38}},
+    {"seed": 18_446_744_073_709_551_615},
+    {"seed": -9_223_372_036_854_775_808},
+    {"max_tokens": 9_223_372_036_854_775_807},
+    {"stop": "\u0000"},
+    {"stop_token_ids": [9_223_372_036_854_775_807]},
+    {"stop_regex": "(a+)+$"},
+    {"stop_regex": "(" * 500 + ")" * 500},
+    {"json_schema": '{"not":' * 3000 + "{}" + "}" * 3000},
+    {"json_schema": "[" * 100_000},
+    {"json_schema": {"type": "string", "pattern": "(" * 2000 + ")" * 2000}},
+    {"json_schema": {"enum": ["\u0000", "\U0010ffff", "\u2028"]}},
+    {"regex": "(" * 5000 + "a" + ")" * 5000},
+    {"regex": "\\p{Han}{3}\u0000?"},
+    {"ebnf": "start: " + "(" * 3000 + '"a"' + ")" * 3000},
+    {"choices": ["", "a"]},
+    {"choices": [f"choice {n}" for n in range(30_000)]},
+]
+
+
+@pytest.mark.parametrize("fields", EXTREME, ids=lambda fields: str(fields)[:50])
+def test_extremes_are_answered_or_refused_and_the_engine_goes_on(tiny, fields):
+    with tiny[0].client() as http:
+        answer = http.post("/v1/completions", json={"prompt": ids(1, 10), "max_tokens": 8} | fields)
+        assert answer.status_code in (200, 400, 422), answer.text[:2000]
+        assert http.post("/v1/completions", json={"prompt": ids(1, 10), "max_tokens": 2}).status_code == 200
