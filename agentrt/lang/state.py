@@ -312,7 +312,8 @@ class State(Face):
             UnknownVariableError: The program has not set it.
             AgentrtError: The error that the state failed with.
         """
-        return self._wait(self._wait(self._variable(name)).future)
+        variable = self._branch.variables.get(name) or self._wait(self._variable(name))
+        return self._wait(variable.future)
 
     def get_meta_info(self, name: str) -> Any:
         """Returns what is known about how a variable's value came to be: tokens, log-probabilities, why it ended."""

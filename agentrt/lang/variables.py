@@ -34,18 +34,18 @@ class Feed:
         """Adds a piece."""
         if piece:
             self.pieces.append(piece)
-            self._tell()
+            if self._waiting is not None:  # without the lock: who is about to wait looks again after it has said so
+                self._tell()
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends it; a second call does nothing."""
         if not self.closed:
             self.error = error
             self.closed = True
-            self._tell()
+            if self._waiting is not None:
+                self._tell()
 
     def _tell(self) -> None:
-        if self._waiting is None:  # without the lock: who is about to wait looks again after it has said so
-            return
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is not None:

@@ -9,7 +9,6 @@ of programs. Invariant: at most `WORKERS` worker threads and one loop thread exi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import queue
 import threading
@@ -64,8 +63,10 @@ class Promise(Future[T]):
     def offer(self, result: T) -> None:
         """Gives it its result, unless it has its outcome already."""
         if not self._set:
-            with contextlib.suppress(InvalidStateError):  # another thread was first
+            try:
                 self._end(result, None)
+            except InvalidStateError:  # another thread was first
+                return
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Gives it its error."""
