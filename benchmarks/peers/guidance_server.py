@@ -7,6 +7,7 @@ One request at a time, since that is what it can do; llama.cpp keeps the last pr
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -15,7 +16,8 @@ from endpoint import Answer, serve
 
 
 def main(model: str, port: int) -> None:
-    start = guidance.models.LlamaCpp(model, n_ctx=8192, echo=False, verbose=False)
+    threads = os.cpu_count()  # llama-cpp-python's own choice is half of them
+    start = guidance.models.LlamaCpp(model, n_ctx=8192, n_threads=threads, n_threads_batch=threads, echo=False, verbose=False)
     from llama_cpp import Llama
 
     counter = Llama(model, vocab_only=True, verbose=False)
