@@ -66,6 +66,7 @@ def _prepare(service: Service, http: Request, body: GenerateBody) -> Prepared:
         raise PromptError(f"give one of text, input_ids and messages, not {' and '.join(given) or 'none'}", param="input_ids")
     tokenizer = service.backend.tokenizer
     if body.text is not None:
+        service.prompter.check_length(len(body.text), "text")
         ids = tokenizer.encode(body.text, bos=True)
     else:
         ids = body.input_ids if body.input_ids is not None else tokenizer.encode_chat(plain_messages(body.messages or []))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from agentrt.backend import Backend
 from agentrt.config import ServerConfig
-from agentrt.errors import PromptError, UserError
+from agentrt.errors import PromptError, TooLongError, UserError
 from agentrt.request import GrammarSpec, ProgramTag, Request, SamplingParams
 from agentrt.server.answers import SampleAnswer
 from agentrt.server.asks import CallOptions, ChatAsk, Constraint
@@ -23,6 +24,8 @@ from agentrt.server.turns import TurnMemory
 from agentrt.text.chat_messages import plain_messages
 from agentrt.text.tool_format import Choice
 
+#: How many characters a tokenizer's normaliser may make one of.
+_NORMALISED = 4
 #: Names that tool_choice uses for itself.
 _CHOICE_WORDS = ("auto", "none", "required")
 
@@ -105,9 +108,29 @@ class Prompter:
         if ask.continue_last:
             prefill = _last_text(messages)
             messages = messages[:-1]
+        self.check_length(sum(len(str(message["content"])) for message in messages), "messages")
         tools = [{"type": "function", "function": dict(function)} for function in ask.functions] or None
         ids = self._backend.tokenizer.encode_chat(messages, tools=tools, **ask.template)
         return self._turns.recall([*ids, *self._backend.tokenizer.encode(prefill)] if prefill else ids, ask.options.cache_salt)
+
+    def check_length(self, characters: int, param: str) -> None:
+        """Refuses a text that cannot fit whatever its tokens are, before it is tokenised, which takes seconds a megabyte.
+
+        Raises:
+            TooLongError: It is longer than the longest tokens could spell.
+        """
+        context = self._backend.capabilities.max_context
+        needed = characters // (_NORMALISED * self._longest_token)
+        if needed > context:
+            raise TooLongError(
+                f"the prompt has {characters} characters, which are more than {needed} tokens; the context is {context}", needed=needed, limit=context, param=param
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of it."""
+        tokenizer = self._backend.tokenizer
+        return max((len(tokenizer.token_bytes(token_id) or b"") for token_id in range(tokenizer.vocab_size)), default=1) or 1
 
     def _tools_grammar(self, ask: ChatAsk) -> GrammarSpec:
         schema = None if ask.constraint is None or ask.tool_choice != "auto" else _schema_text(ask.constraint)
@@ -150,6 +173,8 @@ class Prompter:
         return Prepared(requests, [SampleAnswer() for _ in range(len(requests) * params.n)])
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            self.check_length(len(prompt), "prompt")
         ids = self._backend.tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise PromptError("the prompt is empty; give at least one token", param="prompt")

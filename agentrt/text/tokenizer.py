@@ -25,6 +25,9 @@ from agentrt.text.token_table import TokenTable, build_table, kinds_of, state_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
+#: Characters from which on a text is tokenised without keeping other threads of this process waiting.
+LONG_TEXT = 8192
+
 #: Encoded and decoded at load: spaces of every kind, digits, composed and not, emoji that are several characters.
 _SELF_TEST = "Round trip: a  12\t34\n\n  caf\u00e9 cafe\u0301 \ufb01 \u4f60\u597d \U0001f469\u200d\U0001f680 </s><|x|> \u00a0 end "
 
@@ -214,6 +217,8 @@ class Tokenizer:
 
     def _encode_text(self, text: str, tokenizer: tokenizers.Tokenizer) -> list[int]:
         try:
+            if len(text) > LONG_TEXT:  # as a batch, since the library lets other threads run only then
+                return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             return list(tokenizer.encode(text, add_special_tokens=False).ids)
         except (UnicodeError, TypeError) as error:
             raise _not_text(error) from error

@@ -75,6 +75,19 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(serving):
         assert "100" in answer.json()["error"]["message"]
 
 
+def test_a_text_that_cannot_fit_whatever_its_tokens_are_is_not_tokenised(serving):
+    server = serving(max_context=100)
+    with server.client() as http:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w" * 300_000}]}),
+            ("/v1/completions", {"prompt": "w" * 300_000}),
+            ("/generate", {"text": "w" * 300_000}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "w" * 300_000}], "max_tokens": 4}),
+        ):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, "characters" in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
 def test_a_full_queue_is_a_503_every_time(serving, wait_until):
     server = serving(lambda prompt, request: Answer("late", delay=30.0), ServerConfig(queued=2))
     with server.client() as http:
