@@ -69,11 +69,11 @@ class Contestant:
         command = [str(self.environment.python()), str(HERE / "peers" / self.driver)]
         log = ENVIRONMENTS / f"compare-{self.name}.log"
         try:
-            return EngineProcess(self.name, command, setting, log)
+            return EngineProcess(self.name, command, setting, log, self.environment.variables())
         except CrashedError:
             if not self.environment.rebuild():
                 raise
-            return EngineProcess(self.name, command, setting, log)
+            return EngineProcess(self.name, command, setting, log, self.environment.variables())
 
 
 OURSELVES = Contestant("agentrt", OURS, "agentrt_driver.py")

