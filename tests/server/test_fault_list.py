@@ -64,13 +64,18 @@ def test_the_fault_has_a_test(fault):
 OWN_PIPES = {"agentrt/grammar/killable.py", "agentrt/grammar/regex_worker.py"}
 
 
+RUNS_WHAT_IT_READS = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+
+
 def test_nothing_that_runs_what_it_reads_is_anywhere_in_the_code():
     found = []
     for path in [*CHECKOUT.glob("agentrt/**/*.py"), *CHECKOUT.glob("kernels/**/*.py")]:
-        name = path.relative_to(CHECKOUT).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
+        name, text = path.relative_to(CHECKOUT).as_posix(), path.read_text()
+        if not any(word in text for word in (*RUNS_WHAT_IT_READS, "eval", "exec", "torch.load", "os.system")):
+            continue
+        for node in ast.walk(ast.parse(text)):
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [(name, module) for module in imported if module.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle") and name not in OWN_PIPES]
+            found += [(name, module) for module in imported if module.split(".")[0] in RUNS_WHAT_IT_READS and name not in OWN_PIPES]
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 found += [(name, called)] if called in ("eval", "exec", "torch.load", "os.system") else []

@@ -54,6 +54,7 @@ def status(answer: bytes) -> int:
 # ---- slow, and without end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [b"", b"POST /v1/chat/comp", b"\r\n", head(5, more=b"X-Slow: ")[:-4]], ids=["nothing", "half a line", "blanks", "half a header"])
 def test_who_says_no_request_is_told_and_left(serving, said):
     with wire(serving(config=HASTE)) as raw:
@@ -74,6 +75,7 @@ def test_a_body_that_does_not_come_is_a_408_and_holds_nothing(serving, wait_unti
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one header", "many headers", "chunk extension", "trailers"])
 def test_a_head_without_end_is_cut_off(serving, kind):
     begun = {
@@ -92,6 +94,7 @@ def test_a_head_without_end_is_cut_off(serving, kind):
     assert sent < 8_000_000
 
 
+@pytest.mark.slow
 def test_a_body_that_goes_on_after_its_answer_is_not_read_for_ever(serving):
     with wire(serving(config=ServerConfig(body_bytes=1000))) as raw:
         raw.sendall(head(900_000_000))
@@ -104,6 +107,7 @@ def test_a_body_that_goes_on_after_its_answer_is_not_read_for_ever(serving):
     assert not answer or status(answer) == 413
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_ends_with_its_connection(serving, wait_until):
     server = serving(lambda prompt, request: "x" * 300_000, HASTE, tokens_per_delta=50_000)
     with socket.socket() as raw:
@@ -154,6 +158,7 @@ def test_a_body_that_is_too_big_is_told_in_the_errors_form(serving, announced):
 # ---- gone, half or whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("how", ["half-closed", "gone with a second request in the pipe"])
 def test_who_hangs_up_in_whatever_way_frees_its_slots(serving, wait_until, how, stream):

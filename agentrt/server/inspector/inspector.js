@@ -339,7 +339,7 @@ function show(state) {
   const load = state.load ?? { running: 0, waiting: 0, kv_usage: null };
   const rate = counted(state);
   const kept = state.kv_tokens ? (state.stats.cached_tokens_now ?? 0) / state.kv_tokens : null;
-  tile("requests").show(load.running + load.waiting, number, { text: `${load.running} + ${load.waiting}`, note: `${state.calls.length} calls open` });
+  tile("requests").show(load.running + load.waiting, number, { text: `${load.running} + ${load.waiting}`, note: `${state.calls.length} ${state.calls.length === 1 ? "call" : "calls"} open` });
   tile("hits").show(rate.hits, percent, { top: 1, note: `${percent(rate.always.hits)} since the start` });
   tile("tokens").show(rate.tokens, number, { note: `${number(rate.always.tokens)} since the start` });
   tile("forced").show(rate.forced, percent, { top: 1, note: `${percent(rate.always.forced)} since the start` });
