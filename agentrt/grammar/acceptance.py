@@ -123,7 +123,8 @@ def spellings(value: Any) -> list[str]:
         return ways
     if isinstance(value, int):
         return [*ways, f"{value}.0"]
-    return list(dict.fromkeys([*ways, format(Decimal(repr(value)), "f"), *([str(int(value))] if value.is_integer() else [])]))
+    plain = format(Decimal(repr(value)), "f")
+    return list(dict.fromkeys([*ways, plain, *([str(int(value))] if value.is_integer() else []), f"{plain}0", f"{plain}00"]))
 
 
 def _quoted(text: str) -> str:

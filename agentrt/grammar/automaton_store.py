@@ -10,18 +10,22 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import zipfile
+import zlib
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import platformdirs
 
+from agentrt import __version__
 from agentrt.grammar.regex_fsm import ByteAutomaton
 from agentrt.request import GrammarSpec
 
 #: Bytes that the folder may hold.
 MAX_BYTES = 256_000_000
-_FORM = "1"  #: changes when what is stored means something else
+#: Changes when what is stored means something else, or when another version reads schemas otherwise.
+_FORM = f"2 {__version__}"
 
 
 def default_folder() -> Path:
@@ -53,11 +57,11 @@ class AutomatonStore:
         if not path.exists():
             return None
         try:
-            with np.load(path, allow_pickle=False) as kept:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
                 table, accepting, start = kept["table"], kept["accepting"], int(kept["start"])
             os.utime(path)
             return ByteAutomaton(table, accepting, start)
-        except (OSError, ValueError, KeyError, EOFError, IndexError):
+        except (OSError, ValueError, KeyError, EOFError, IndexError, zipfile.BadZipFile, zlib.error):
             return None
 
     def save(self, spec: GrammarSpec, automaton: ByteAutomaton) -> Path:

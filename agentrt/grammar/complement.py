@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from agentrt.errors import GrammarError
 from agentrt.grammar import regex_syntax
@@ -46,13 +46,14 @@ def complement(schema: Schema, scope: Scope, depth: int = 0) -> Schema | None:
         return not schema
     if not isinstance(schema, dict) or depth > 8:
         return None
+    scope.spend(2, keyword="not")
     if "$ref" in schema:
         return _complement_of_reference(schema, scope, depth)
     options: list[Schema] = []
     for keyword, value in schema.items():
         if keyword in _SILENT or (keyword in ("then", "else") and "if" not in schema):
             continue
-        rule = _COMPLEMENTS.get(keyword)
+        rule = _COMPLEMENTS.get(keyword) if scope.dialect.knows(keyword) else None
         part = rule(value, schema, scope, depth) if rule is not None else None
         if part is None:
             return None
@@ -148,8 +149,8 @@ def _not_const(value: Any, schema: Schema, scope: Scope, depth: int) -> list[Sch
 
 
 def _not_required(value: Any, schema: Schema, scope: Scope, depth: int) -> list[Schema] | None:
-    if not isinstance(value, list):
-        return None
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError("required is not a list of names")
     return [{"type": "object", "properties": {name: False}} for name in value]
 
 
@@ -244,6 +245,7 @@ def disjoint(left: Schema, right: Schema, scope: Scope, depth: int = 0) -> bool:
         return True
     if depth > 4:
         return False
+    scope.spend(1, keyword="oneOf")
     mine, other = _outline(left, scope), _outline(right, scope)
     if mine is None or other is None:
         return False
@@ -283,17 +285,23 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _outline(schema: Schema, scope: Scope) -> _Outline | None:
-    outline = _Outline(set(TYPES))
+    """The outline, or None if the schema is malformed; made once a schema (which is kept beside it, so that ids stay its own)."""
+    known = scope.names.outlines.get(id(schema))
+    if known is not None:
+        return cast(_Outline | None, known[1])
+    outline: _Outline | None = _Outline(set(TYPES))
     try:
-        _add_to(outline, schema, scope, 0)
+        _add_to(cast(_Outline, outline), schema, scope, 0)
     except (GrammarError, TypeError, AttributeError):
-        return None
+        outline = None
+    scope.names.outlines[id(schema)] = schema, outline
     return outline
 
 
 def _add_to(outline: _Outline, schema: Schema, scope: Scope, depth: int) -> None:
     if not isinstance(schema, Mapping) or depth > 8:
         return
+    scope.spend(2, keyword="oneOf")
     scope = scope.into(dict(schema)) if "$id" in schema or "id" in schema else scope
     if "$ref" in schema:
         target, inner, _ = scope.look_up(schema["$ref"], "", "$ref")
@@ -330,7 +338,7 @@ def _add_plain(outline: _Outline, schema: Mapping[str, Any], scope: Scope) -> No
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         outline.types &= {"number" if name == "integer" else name for name in named}
-    if "const" in schema:
+    if "const" in schema and scope.dialect.knows("const"):
         _narrow(outline, [schema["const"]])
     if "enum" in schema:
         _narrow(outline, schema["enum"])

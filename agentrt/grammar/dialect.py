@@ -31,6 +31,13 @@ class Dialect:
     ref_alone: bool
     items_list: bool
 
+    def knows(self, keyword: str) -> bool:
+        """Whether the keyword asserts something in this draft; later ones than the draft are annotations.
+
+        2019-09 dropped `dependencies`, but lets implementations keep it, and schemas do. In draft 4 the exclusive bounds are flags of the others.
+        """
+        return keyword in self.validator.VALIDATORS or keyword in ("dependencies", "exclusiveMinimum", "exclusiveMaximum")
+
 
 _DRAFT4 = Dialect("draft-04", referencing.jsonschema.DRAFT4, jsonschema.Draft4Validator, True, True)
 _DRAFT6 = Dialect("draft-06", referencing.jsonschema.DRAFT6, jsonschema.Draft6Validator, True, True)

@@ -38,14 +38,14 @@ _SOMETIMES = ("anyOf", "oneOf")
 def evaluated(schema: dict[str, Any], scope: Scope) -> Evaluated:
     """Collects what `schema` evaluates, its own `unevaluatedProperties` apart; raises GrammarError as lookups do."""
     found = Evaluated()
-    _collect(found, schema, scope, sure=True, own=True, seen=frozenset())
+    _collect(found, schema, scope, sure=True, own=True, seen=set())
     return found
 
 
-def _collect(found: Evaluated, schema: Any, scope: Scope, *, sure: bool, own: bool, seen: frozenset[int]) -> None:
-    if not isinstance(schema, dict) or id(schema) in seen:
+def _collect(found: Evaluated, schema: Any, scope: Scope, *, sure: bool, own: bool, seen: set[tuple[int, bool]]) -> None:
+    if not isinstance(schema, dict) or (id(schema), sure) in seen:
         return
-    seen |= {id(schema)}
+    seen.add((id(schema), sure))
     scope = scope.into(schema)
     _collect_plain(found, schema, sure, own)
     for part, certain in _parts(schema):

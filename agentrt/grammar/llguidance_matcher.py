@@ -7,7 +7,10 @@ and copied for each sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import llguidance
 import llguidance.numpy as llguidance_numpy
@@ -22,6 +25,11 @@ LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=3_000_000, step_lexer_fuel=500_000, max_lexer_states=100_000, verbose_errors=False
 )
 
+#: Characters of a grammar up to which it cannot nest so deep that a plain thread's stack is too small, and the stack for larger ones.
+_SHALLOW = 4_000
+_STACK = 512 * 2**20
+_stack_lock = threading.Lock()
+
 
 def compiled_template(grammar: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
     """Compiles llguidance's own text form of a grammar.
@@ -29,10 +37,34 @@ def compiled_template(grammar: str, vocabulary: Vocabulary) -> llguidance.LLMatc
     Raises:
         GrammarError: It cannot be compiled; the message is llguidance's.
     """
-    matcher = llguidance.LLMatcher(vocabulary.llguidance, grammar, log_level=0, limits=LIMITS)
+    tokens = vocabulary.llguidance
+    made = partial(llguidance.LLMatcher, tokens, grammar, log_level=0, limits=LIMITS)
+    matcher: llguidance.LLMatcher = made() if len(grammar) < _SHALLOW else _on_a_deep_stack(made)
     if matcher.is_error():
         raise GrammarError(_first_lines(matcher.get_error()))
     return matcher
+
+
+def _on_a_deep_stack(work: Callable[[], Any]) -> Any:
+    """Does `work` in a thread of its own with room to recurse.
+
+    llguidance follows references by recursion, and a stack that is too small for a chain of a thousand would end the process. Of
+    so large a stack only what is used takes memory.
+    """
+    results: list[Any] = []
+    with _stack_lock:
+        before = threading.stack_size(_STACK)
+        try:
+            thread = threading.Thread(target=lambda: results.append(work()), name="agentrt-deep-grammar")
+            thread.start()
+        except (RuntimeError, ValueError) as error:
+            raise GrammarError("the grammar is large, and there is no memory for a thread to compile it in") from error
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if not results:
+        raise GrammarError("the grammar cannot be compiled")
+    return results[0]
 
 
 def _first_lines(message: str) -> str:

@@ -13,11 +13,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
+
+import jsonschema
 
 from agentrt.errors import GrammarError
 from agentrt.grammar import regex_syntax
 from agentrt.grammar.complement import TYPES, complement, disjoint, type_of
+from agentrt.grammar.dialect import dialect_of
 from agentrt.grammar.evaluated import Evaluated, evaluated
 from agentrt.grammar.formats import FORMATS
 from agentrt.grammar.ledger import Entry, Ledger, Standing
@@ -89,15 +93,35 @@ def normalize(schema: Any, prefix: str = "", *, attempt: Attempt = Attempt(), fo
     try:
         root = work.node(schema, Scope.of(schema), "", 0)
         work.finish_definitions()
+        work.note_wide_bounds()
         refuse_endless(root, work.definitions, work.origins)
     except RecursionError as error:
         raise GrammarError(f"the schema nests deeper than {MAX_DEPTH} levels", keyword="") from error
+    except GrammarError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _malformed(schema, error) from error
     everything = [root, work.definitions]
     spelled = has_control_literal(everything) and has_open_object(everything)
     if spelled:
         why = "the schema spells control characters out, so names could be spelled in two ways"
         work.ledger.append(Entry("", "additionalProperties", Standing.CHECKED, why))
     return Normalized(root, work.definitions, tuple(work.ledger), spelled)
+
+
+def _malformed(schema: Any, error: Exception) -> GrammarError:
+    """What is wrong with a schema that the rules stumbled over, in the words of its draft's own schema."""
+    try:
+        dialect_of(schema).validator.check_schema(schema)
+    except jsonschema.SchemaError as found:
+        path = list(found.absolute_path)
+        while path and isinstance(path[-1], int):
+            path.pop()  # an item: the keyword is what holds it
+        above, keyword = "".join(f"/{escaped(str(part))}" for part in path[:-1]), str(path[-1]) if path else "schema"
+        return GrammarError(f"{keyword} at {above or '/'!r} is malformed: {found.message[:200]}", pointer=above, keyword=keyword)
+    except Exception:  # a schema that not even that can read
+        pass
+    return GrammarError(f"the schema is malformed: {type(error).__name__}: {str(error)[:200]}", keyword="schema")
 
 
 @dataclass
@@ -111,6 +135,7 @@ class _Place:
     out: dict[str, Any] = field(default_factory=dict)
     also: list[Any] = field(default_factory=list)  #: schemas that must hold too
     open_names: bool = False  #: names could not all be told apart, so further properties must be free
+    joined: bool = False  #: it may speak of the same value as other places do
 
     def types(self) -> set[str] | None:
         """The types it names itself, or None."""
@@ -131,6 +156,7 @@ class _Normalizer:
         self._in_place: dict[str, set[str]] = {}  #: definition -> definitions that it refers to without a step inward
         self._current = ""
         self._quiet = 0
+        self.bounds: list[tuple[_Place, str, int | float]] = []  #: every bound on numbers that was written
         self.origins: dict[str, str] = {}  #: definition -> pointer of what it was made from
 
     # ---- the ledger
@@ -157,15 +183,19 @@ class _Normalizer:
             return schema
         if not isinstance(schema, dict):
             raise GrammarError(f"the schema at {pointer or '/'!r} is {str(schema)[:60]!r}; it must be an object or a boolean", pointer=pointer)
+        scope.spend(10, pointer)
         if depth > MAX_DEPTH:
             raise GrammarError(f"the schema nests deeper than {MAX_DEPTH} levels", pointer=pointer)
         current, self._current = self._current, "" if inward else self._current
-        place = _Place(schema, scope.into(schema), pointer, depth)
+        place = _Place(schema, scope.into(schema), pointer, depth, joined=not inward or any(key in schema for key in _IN_PLACE))
         alone = scope.dialect.ref_alone and "$ref" in schema
         for keyword, value in schema.items():
-            if (alone and keyword != "$ref") or keyword in _IGNORED:
+            if keyword in _IGNORED:
                 continue
-            self.keyword(place, keyword, value)
+            if alone and keyword != "$ref":
+                self.enforced(place, keyword, f"beside $ref, asserts nothing in {scope.dialect.name}")
+            else:
+                self.keyword(place, keyword, value)
         self._current = current
         return _assembled(place)
 
@@ -173,6 +203,8 @@ class _Normalizer:
         rule = _RULES.get(keyword)
         if rule is None:
             self.enforced(place, keyword, "not a keyword; asserts nothing")
+        elif not place.scope.dialect.knows(keyword):
+            self.enforced(place, keyword, f"not a keyword of {place.scope.dialect.name}; asserts nothing")
         elif keyword in self.relaxed:
             self.relax(place, keyword, "the engine cannot take it here")
             if keyword in ("patternProperties", "properties"):
@@ -218,6 +250,7 @@ class _Normalizer:
     def enum(self, place: _Place, keyword: str, value: Any) -> None:
         if not isinstance(value, list):
             raise self.reject(place, keyword, f"is {str(value)[:60]!r}; it must be a list")
+        place.scope.spend(150 * sum(isinstance(v, list | dict) for v in value), place.pointer, keyword)
         values = [_whole_numbers(v) for v in value]
         exact = [v for v in values if _expressible(v)]
         if len(exact) < len(values):
@@ -236,30 +269,50 @@ class _Normalizer:
     # ---- numbers
 
     def bound(self, place: _Place, keyword: str, value: Any) -> None:
-        if isinstance(value, bool) and keyword.startswith("exclusive") and place.scope.dialect.name == "draft-04":
-            return  # said by minimum and maximum
+        if keyword.startswith("exclusive") and place.scope.dialect.name == "draft-04":
+            if not isinstance(value, bool):
+                raise self.reject(place, keyword, f"is {value!r}; in draft-04 it must be true or false")
+            self.enforced(place, keyword, f"taken together with {keyword.removeprefix('exclusive').lower()}")
+            return
         number = self.number(place, keyword, value)
-        if abs(number) > _EXACT:
-            self.relax(place, keyword, f"{value} is beyond the engine's exact range")
+        if abs(number) >= _EXACT:
+            self.relax(place, keyword, f"{str(value)[:30]} is beyond the engine's exact range")
             return
         flag = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(keyword)
-        place.out[flag if flag and place.schema.get(flag) is True else keyword] = number
+        written = flag if flag and place.schema.get(flag) is True else keyword
+        place.out[written] = number
+        self.bounds.append((place, written, number))
         self.enforced(place, keyword)
 
     def multiple_of(self, place: _Place, keyword: str, value: Any) -> None:
         number = self.number(place, keyword, value)
         if number <= 0:
             raise self.reject(place, keyword, f"is {value!r}; it must be above 0")
-        if not 1e-6 <= number <= 1e9:
-            self.relax(place, keyword, f"{value} is beyond what the engine multiplies exactly")
-            return
-        place.out[keyword] = number
-        self.enforced(place, keyword)
+        steps = _steps(number)
+        if not steps:
+            self.relax(place, keyword, f"{str(value)[:30]} is beyond what the engine multiplies exactly")
+        elif len(steps) == 1:
+            place.out[keyword] = steps[0]
+            self.enforced(place, keyword)
+        else:
+            options = [{keyword: step, **_on_grid(place.schema, step)} for step in steps]
+            place.also.append({"anyOf": [options[0], *({"type": "number", **option} for option in options[1:])]})
+            self.enforced(place, keyword, "rewritten as a choice of how many decimals there are")
 
     def number(self, place: _Place, keyword: str, value: Any) -> int | float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
             raise self.reject(place, keyword, f"is {value!r}; it must be a number")
         return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    def note_wide_bounds(self) -> None:
+        """Says CHECKED of bounds n < x with x < m and m < n + 1: there the engine takes the whole number n, too (and likewise below 0)."""
+        for place, keyword, number in self.bounds:
+            sign = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}.get(keyword, 0)
+            if not sign or not isinstance(number, int) or sign * number < 0 or place.types() == {"integer"}:
+                continue
+            ends = ("maximum", "exclusiveMaximum") if sign > 0 else ("minimum", "exclusiveMinimum")
+            if any(k in ends and 0 < sign * (end - number) < 1 and (other is place or (other.joined and place.joined)) for other, k, end in self.bounds):
+                self.ledger.append(Entry(place.pointer, keyword, Standing.CHECKED, f"the engine takes {number} itself, where what follows ends before {number + sign}"))
 
     # ---- counts
 
@@ -280,7 +333,7 @@ class _Normalizer:
 
     def properties_count(self, place: _Place, keyword: str, value: Any) -> None:
         number = self.count(place, keyword, value)
-        required, named = set(place.schema.get("required", ())), set(place.schema.get("properties", ()))
+        required, named = set(_names(place.schema.get("required"))), set(_names(place.schema.get("properties")))
         closed = place.schema.get("additionalProperties") is False and not place.schema.get("patternProperties")
         if (keyword == "minProperties" and number <= len(required)) or (keyword == "maxProperties" and closed and number >= len(named | required)):
             self.enforced(place, keyword, "follows from the other keywords")
@@ -372,7 +425,8 @@ class _Normalizer:
         return value
 
     def contains(self, place: _Place, keyword: str, value: Any) -> None:
-        least = self.count(place, "minContains", place.schema.get("minContains", 1))
+        counted = not place.scope.dialect.ref_alone  # since 2019-09
+        least = self.count(place, "minContains", place.schema.get("minContains", 1)) if counted else 1
         if least == 0 and "maxContains" not in place.schema:
             self.enforced(place, keyword, "at least 0 asserts nothing")
             return
@@ -394,7 +448,9 @@ class _Normalizer:
 
     def unevaluated_items(self, place: _Place, keyword: str, value: Any) -> None:
         schema = place.schema
-        if value is True or ("items" in schema and not isinstance(schema["items"], list)) or "additionalItems" in schema:
+        items = schema.get("items")
+        listed = isinstance(items, list)
+        if value is True or (items is not None and not listed) or (listed and "additionalItems" in schema):
             self.enforced(place, keyword, "all items are evaluated")
         elif any(k in schema for k in (*_IN_PLACE, "contains")):
             self.relax(place, keyword, "which items are evaluated depends on the document")
@@ -739,8 +795,53 @@ def _expressible(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_expressible, value.values()))
     if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 2**63
+        return abs(value) < _EXACT
     return not isinstance(value, float) or (math.isfinite(value) and "e" not in repr(value))
+
+
+def _names(value: Any) -> dict[str, None]:
+    """The names in a list or an object, in order; none in what is malformed, which its own rule refuses."""
+    return dict.fromkeys(name for name in value if isinstance(name, str)) if isinstance(value, list | dict) else {}
+
+
+def _steps(step: float) -> list[int | float]:
+    """What numbers with all, one fewer, ... and no decimals must be multiples of, to be multiples of `step`.
+
+    The engine writes multiples of 0.01 with two decimals or none, and numbers within bounds without zeros at their end; so of
+    both together it would never write 0.5. Empty if a step is beyond what it multiplies exactly.
+    """
+    exact = Fraction(repr(step))
+    places = next((n for n in range(7) if (exact * 10**n).denominator == 1), None)
+    if places is None:
+        return []
+    found: dict[int | float, None] = {}
+    for n in range(places, -1, -1):
+        least = Fraction(math.lcm(int(exact * 10**places), 10 ** (places - n)), 10**places)
+        if not Fraction(1, 10**6) <= least <= 10**9:
+            return []
+        found[int(least) if least.denominator == 1 else float(least)] = None
+    return list(found)
+
+
+def _on_grid(schema: dict[str, Any], step: float) -> dict[str, int | float]:
+    """The bounds beside a `multipleOf`, drawn in to the multiples of `step`: the engine writes no 99.9 below 99.99, but 99.90."""
+    grid = Fraction(repr(step))
+    found: dict[str, int | float] = {}
+    for bound, sign in (("minimum", 1), ("maximum", -1)):
+        exclusive = "exclusiveM" + bound[1:]
+        ends = []
+        for keyword in (bound, exclusive):
+            end = schema.get(keyword)
+            if isinstance(end, bool) or not isinstance(end, int | float) or not abs(end) < _EXACT:
+                continue
+            multiples = math.ceil(sign * Fraction(repr(end)) / grid)
+            if (keyword == exclusive or schema.get(exclusive) is True) and multiples * grid == sign * Fraction(repr(end)):
+                multiples += 1
+            ends.append(sign * multiples * grid)
+        if ends:
+            end = max(ends) if sign > 0 else min(ends)
+            found[bound] = int(end) if end.denominator == 1 else float(end)
+    return found
 
 
 def _few_values(place: _Place) -> list[Any] | None:
@@ -768,17 +869,18 @@ def _arrangements(values: list[Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 def _count_split(place: _Place, keyword: str, number: int) -> bool:
     """Rewrites a count over few names, of a closed object, as a choice of which of them are there or not."""
-    names = list(dict.fromkeys([*place.schema.get("properties", ()), *place.schema.get("required", ())]))
+    names = [*_names(place.schema.get("properties")), *_names(place.schema.get("required"))]
+    names = list(dict.fromkeys(names))
+    if keyword == "minProperties" and number > len(names):
+        place.also.append({"type": [t for t in TYPES if t != "object"]})
+        return True
+    if math.comb(len(names), number) > MAX_SPLITS // 4 or any("anyOf" in part for part in place.also if isinstance(part, dict)):
+        return False
     if keyword == "minProperties":
-        if number > len(names):
-            place.also.append({"type": [t for t in TYPES if t != "object"]})
-            return True
         options: list[dict[str, Any]] = [{"required": list(chosen)} for chosen in itertools.combinations(names, number)]
     else:
         absent = itertools.combinations(names, len(names) - number)
         options = [{"properties": dict.fromkeys(chosen, False)} for chosen in absent]
-    if len(options) > MAX_SPLITS // 4 or any("anyOf" in part for part in place.also if isinstance(part, dict)):
-        return False
     place.also.append({"anyOf": options})
     return True
 

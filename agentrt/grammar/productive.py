@@ -17,11 +17,13 @@ Known = Callable[[str], bool]
 def refuse_endless(root: Any, definitions: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Raises a GrammarError if every document of `root` would be infinite; `origins` are the definitions' pointers."""
     productive: set[str] = set()
-    grown = True
-    while grown:
-        found = {name for name, schema in definitions.items() if name not in productive and _ends(schema, productive.__contains__)}
-        productive |= found
-        grown = bool(found)
+    users = _users(definitions)
+    waiting = list(definitions)
+    while waiting:
+        name = waiting.pop()
+        if name not in productive and _ends(definitions[name], productive.__contains__):
+            productive.add(name)
+            waiting += users[name]
     if len(productive) < len(definitions) and not _ends(root, productive.__contains__):
         name = next(name for name in definitions if name not in productive)
         pointer = origins.get(name, "")
@@ -30,6 +32,23 @@ def refuse_endless(root: Any, definitions: Mapping[str, Any], origins: Mapping[s
             pointer=pointer,
             keyword="$ref",
         )
+
+
+def _users(definitions: Mapping[str, Any]) -> dict[str, list[str]]:
+    """For each definition, those that refer to it."""
+    users: dict[str, list[str]] = {name: [] for name in definitions}
+    for name, schema in definitions.items():
+        stack = [schema]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, dict):
+                target = node.get("$ref")
+                if isinstance(target, str):
+                    users.get(target.removeprefix("#/$defs/"), []).append(name)
+                stack.extend(node.values())
+            elif isinstance(node, list):
+                stack.extend(node)
+    return users
 
 
 def _ends(schema: Any, known: Known) -> bool:

@@ -17,6 +17,9 @@ from referencing.exceptions import Unresolvable
 from agentrt.errors import GrammarError
 from agentrt.grammar.dialect import Dialect, dialect_of
 
+#: What reading one schema may cost, in units of about 5 microseconds; a few hundred bytes of references can ask for any amount.
+MAX_COST = 1_000_000
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -57,6 +60,18 @@ class Scope:
             return self
         return Scope(self.dialect, self.root, self.resolver.in_subresource(resource), self.names)
 
+    def spend(self, cost: int, pointer: str = "", keyword: str = "schema") -> None:
+        """Counts work on the whole schema.
+
+        Raises:
+            GrammarError: It is more than any schema may cost.
+        """
+        self.names.spent += cost
+        if self.names.spent > MAX_COST:
+            raise GrammarError(
+                f"the schema takes too long to read (its references, choices or values multiply); that was seen at {pointer or '/'!r}", pointer=pointer, keyword=keyword
+            )
+
     def look_up(self, ref: Any, pointer: str, keyword: str) -> tuple[Any, Scope, str]:
         """What `ref` refers to, its scope and its pointer.
 
@@ -82,6 +97,9 @@ class Names:
 
     def __init__(self, schema: Any) -> None:
         self._schema = schema
+        self.spent = 0
+        #: What is plainly true of schemas, by identity (see `complement`).
+        self.outlines: dict[int, tuple[Any, Any]] = {}
 
     @cached_property
     def pointers(self) -> dict[int, str]:

@@ -107,6 +107,8 @@ _NUMBER = _pattern(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?")
 # ---- schemas
 
 _ANNOTATIONS = frozenset(("$defs", "x-guidance"))
+#: Keywords that speak of what others beside them leave over, so that schemas with them cannot be put together.
+_ELSEWHERE = frozenset(("properties", "patternProperties", "additionalProperties", "items", "prefixItems"))
 
 
 class _Writer:
@@ -261,9 +263,11 @@ def _flattened(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     for part in schema.get("allOf", ()):
         if part is True:
             continue
-        if part is False or merged.keys() & part.keys() - {"type"} or part.get("type", merged.get("type")) != merged.get("type", part.get("type")):
+        flat = {} if part is False else _flattened(part)
+        clash = merged.keys() & flat.keys() - {"type"} or flat.get("type", merged.get("type")) != merged.get("type", flat.get("type"))
+        if part is False or clash or (_ELSEWHERE & flat.keys() and _ELSEWHERE & merged.keys()):
             raise NotRegularError("it joins several schemas with allOf")
-        merged |= _flattened(part)
+        merged |= flat
     return merged
 
 
