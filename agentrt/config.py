@@ -130,7 +130,8 @@ class EngineConfig:
             activations of 8 bits, the rest in float32. "auto": bfloat16 where the processor multiplies it natively, else
             float32.
         device: "auto", "cpu" or "cuda".
-        attention: "torch": operators, anywhere. "triton": kernels, on a GPU. "auto": kernels where there is a GPU and Triton.
+        attention: "torch": operators, anywhere. "triton": kernels, on a GPU. "auto": kernels
+            where they can be had, Triton's on a GPU and native ones on a CPU.
         threads: Threads of torch; None: torch's own choice.
         max_context: Shortens the model's context; None: the model's own.
         record_trace: File to record a trace to, for `agentrt simulate`; it holds every prompt's token ids. None: none.

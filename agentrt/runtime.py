@@ -78,7 +78,7 @@ class Engine(LocalBackend):
             dtype: Arithmetic, or "int8" or "int4" for the bits of the matrices' weights (CPU); "auto": bfloat16 where the
                 processor multiplies it natively, else float32.
             device: "auto", "cpu" or "cuda".
-            attention: "torch", "triton" or "auto": Triton's kernels where there is a GPU and Triton.
+            attention: "torch", "triton" or "auto": kernels where they can be had, Triton's on a GPU, native ones on a CPU.
             threads: Threads of torch; None: torch's own choice.
             max_context: Shortens the model's context.
             kv_tokens: Token slots of the KV store; None: a share of the free memory.

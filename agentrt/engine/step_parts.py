@@ -1,4 +1,4 @@
-"""Which attention, sampler and graphs a step is made of, by the device: torch's operators anywhere, Triton's kernels on a GPU.
+"""Which attention, sampler and graphs a step is made of, by the device: native kernels on a CPU, Triton's on a GPU, torch's operators anywhere.
 
 Triton is imported only where it is used. On a GPU without it the engine runs on torch's operators, slower, and says so.
 """
@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from agentrt.attention.base import Attention
+from agentrt.attention.native_cpu import cpu_attention
 from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.config import AttentionChoice
 from agentrt.engine.decode_graphs import DecodeGraphs
@@ -51,8 +52,10 @@ def step_parts(choice: AttentionChoice, model: LoadedModel, store: KVStore, page
     Raises:
         UserError: Triton is asked for and cannot be had.
     """
-    if choice == "torch" or (choice == "auto" and device.type != "cuda"):
+    if choice == "torch":
         return StepParts(TorchAttention(), Sampler)
+    if choice == "auto" and device.type != "cuda":
+        return StepParts(cpu_attention(), Sampler)
     if find_spec("triton") is None:
         if choice == "triton":
             raise UserError("attention is 'triton', which is not installed; pip install 'agentrt[triton]'", param="attention")

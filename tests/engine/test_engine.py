@@ -59,6 +59,8 @@ def expected(tiny_model):
         {},
         {"prefix_cache": False},
         {"step_tokens": 16},
+        {"attention": "torch"},
+        {"attention": "torch", "step_tokens": 16},
         {"page_size": 16},
         {"page_size": 16, "step_tokens": 16},
         {"kv_tokens": 200, "max_running": 16},

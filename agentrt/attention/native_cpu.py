@@ -1,0 +1,189 @@
+"""Attention over the paged store by the native kernel of `kernels/cpu/attention.cpp`, on a CPU.
+
+Nothing is gathered, padded or masked: the kernel reads slots where they lie, and a prefix that runs share once for all of
+them. What it does not know (another device, float16) goes to the torch operators of `agentrt.attention.torch_cpu`, which
+are also the reference. Invariant: a row's numbers depend on its own sequence alone, bit for bit, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
+from agentrt.attention.torch_cpu import TorchAttention
+from agentrt.kernels.cpu.build import load
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Shape(ctypes.Structure):
+    """`AttentionShape` of the kernel."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("heads", "kv_heads", "head_dim", "q_stride", "k_stride", "v_stride", "q_bfloat16", "kv_bfloat16", "window", "threads")
+        ),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+    )
+
+
+class _Runs(ctypes.Structure):
+    """`AttentionRuns` of the kernel."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("first_row", ctypes.c_void_p),
+        ("query_lengths", ctypes.c_void_p),
+        ("context_lengths", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("new_slots", ctypes.c_void_p),
+        ("groups", ctypes.c_int64),
+        ("group_sizes", ctypes.c_void_p),
+        ("group_members", ctypes.c_void_p),
+        ("group_lengths", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A batch as the kernel wants it.
+
+    Attributes:
+        runs: For the kernel.
+        address: Of `runs`.
+        arrays: What it points to, kept alive; the batch keeps its slots.
+    """
+
+    runs: _Runs
+    address: int
+    arrays: tuple[NDArray[np.int64], ...]
+
+
+class NativeAttention:
+    """Attention by the native kernel; see `agentrt.attention.base.Attention` and `FusedAttention` for shapes."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Makes one.
+
+        Args:
+            library: Of `attention.cpp`.
+        """
+        self._attend = library.agentrt_attention
+        self._attend.argtypes = [ctypes.c_void_p] * 10
+        self._attend.restype = None
+        self._fallback = TorchAttention()
+        self._shapes: dict[tuple[object, ...], tuple[_Shape, int]] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        store: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Writes k and v to the store and attends."""
+        if not _known(q, store):
+            return self._fallback(q, k, v, store, batch, spec)
+        q, k, v = _dense(q), _dense(k), _dense(v)
+        shape = self._shape(q.shape, k.shape[1], (q.stride(0), k.stride(0), v.stride(0)), q.dtype, store[0].dtype, spec)
+        return self._run(shape, q.shape, q.dtype, (q.data_ptr(), k.data_ptr(), v.data_ptr(), None, None), store, batch)
+
+    def from_qkv(
+        self, qkv: Tensor, angles: tuple[Tensor, Tensor], heads: int, store: tuple[Tensor, Tensor], batch: AttentionBatch, spec: AttentionSpec
+    ) -> Tensor:
+        """Rotates q and k, writes k and v to the store, and attends, all in one call of the kernel.
+
+        Args:
+            qkv: [tokens, heads + 2 * kv_heads, head_dim]: heads of q, of k, of v.
+            angles: Cosines and sines of the new tokens, as `agentrt.models.rotary.Rotary.angles` gives them.
+            heads: Of q.
+            store, batch, spec: As for a call.
+        """
+        tokens, together, dim = qkv.shape
+        rotated = (together + heads) // 2
+        cos, sin = angles
+        if not _known(qkv, store):
+            qk = qkv[:, :rotated]
+            qk = (qk * cos).addcmul_(qk.roll(dim // 2, -1), sin)
+            return self._fallback(qk[:, :heads], qk[:, heads:], qkv[:, rotated:], store, batch, spec)
+        qkv = _dense(qkv)
+        stride, first, head_bytes = qkv.stride(0), qkv.data_ptr(), dim * qkv.itemsize
+        out = (tokens, heads, dim)
+        shape = self._shape(out, rotated - heads, (stride, stride, stride), qkv.dtype, store[0].dtype, spec)
+        inputs = (first, first + heads * head_bytes, first + rotated * head_bytes, cos.data_ptr(), sin.data_ptr())
+        return self._run(shape, out, qkv.dtype, inputs, store, batch)
+
+    def _run(
+        self,
+        shape: int,
+        out: tuple[int, ...],
+        dtype: torch.dtype,
+        inputs: tuple[int | None, ...],
+        store: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+    ) -> Tensor:
+        prepared = batch.prepared.get(NativeAttention)
+        if not isinstance(prepared, _Prepared):
+            prepared = batch.prepared[NativeAttention] = _prepare(batch)
+        result = torch.empty(out, dtype=dtype)
+        self._attend(shape, prepared.address, *inputs, store[0].data_ptr(), store[1].data_ptr(), result.data_ptr())
+        return result
+
+    def _shape(
+        self, q: tuple[int, ...], kv_heads: int, strides: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype, spec: AttentionSpec
+    ) -> int:
+        """The address of the call's shape; few differ, and they are kept."""
+        threads = torch.get_num_threads()
+        key = (q[1], q[2], kv_heads, strides, dtype, kv_dtype, spec, threads)
+        found = self._shapes.get(key)
+        if found is None:
+            shape = _Shape(
+                q[1], kv_heads, q[2], *strides, dtype == torch.bfloat16, kv_dtype == torch.bfloat16, spec.window or 0, threads, spec.scale, spec.softcap or 0.0
+            )
+            found = self._shapes[key] = (shape, ctypes.addressof(shape))
+        return found[1]
+
+
+def cpu_attention() -> Attention:
+    """The best attention of this machine's processor: native where its kernel can be had, else torch's operators."""
+    library = load("attention")
+    return TorchAttention() if library is None else NativeAttention(library)
+
+
+def _known(q: Tensor, store: tuple[Tensor, Tensor]) -> bool:
+    return q.dtype in _DTYPES and store[0].dtype in _DTYPES and q.is_cpu
+
+
+def _dense(heads: Tensor) -> Tensor:
+    """As it is, if each token's heads lie together in memory; else a copy."""
+    return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()
+
+
+def _prepare(batch: AttentionBatch) -> _Prepared:
+    lengths = np.array(batch.query_lengths, dtype=np.int64)
+    slots = np.array([slots.data_ptr() for slots in batch.slots], dtype=np.int64)
+    arrays = (
+        lengths.cumsum() - lengths,
+        lengths,
+        np.array(batch.context_lengths, dtype=np.int64),
+        slots,
+        np.array([len(members) for members, _ in batch.shared], dtype=np.int64),
+        np.array([member for members, _ in batch.shared for member in members], dtype=np.int64),
+        np.array([length for _, length in batch.shared], dtype=np.int64),
+    )
+    first, queries, contexts, places, sizes, members, shared = (array.ctypes.data for array in arrays)
+    runs = _Runs(
+        len(lengths), int(lengths.sum()), first, queries, contexts, places, batch.new_slots.data_ptr(), len(batch.shared), sizes, members, shared
+    )
+    return _Prepared(runs, ctypes.addressof(runs), arrays)

@@ -1,0 +1,198 @@
+"""The native attention against the definition, and against itself: what runs beside a sequence changes no bit of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from agentrt.kernels.cpu.build import load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
+from agentrt.attention.native_cpu import NativeAttention, cpu_attention
+from agentrt.attention.reference import ReferenceAttention
+from agentrt.attention.torch_cpu import TorchAttention
+from agentrt.models.rotary import rotate
+
+pytestmark = pytest.mark.skipif(load("attention") is None, reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
+
+
+def native() -> NativeAttention:
+    library = load("attention")
+    assert library is not None
+    return NativeAttention(library)
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Run:
+    new: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, its store and its qkv."""
+
+    batch: AttentionBatch
+    store: tuple[Tensor, Tensor]
+    qkv: Tensor
+    heads: Heads
+
+    def attend(self, attention: Attention, spec: AttentionSpec, qkv: Tensor | None = None) -> Tensor:
+        """On a copy of the store."""
+        heads, kv_heads = self.heads.heads, self.heads.kv_heads
+        q, k, v = (self.qkv if qkv is None else qkv).split([heads, kv_heads, kv_heads], 1)
+        return attention(q, k, v, (self.store[0].clone(), self.store[1].clone()), self.batch, spec)
+
+    def without_sharing(self) -> Case:
+        batch = AttentionBatch(self.batch.query_lengths, self.batch.context_lengths, self.batch.slots, self.batch.new_slots)
+        return Case(batch, self.store, self.qkv, self.heads)
+
+    def alone(self, run: int) -> Case:
+        first = sum(self.batch.query_lengths[:run])
+        rows = slice(first, first + self.batch.query_lengths[run])
+        only = slice(run, run + 1)
+        batch = AttentionBatch(self.batch.query_lengths[only], self.batch.context_lengths[only], self.batch.slots[only], self.batch.new_slots[rows])
+        return Case(batch, self.store, self.qkv[rows], self.heads)
+
+
+def make(heads: Heads, runs: list[Run], *, page: int, scattered: bool, shared: int, seed: int, dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None) -> Case:
+    """Runs that all begin with the same `shared` tokens; slots in pages, in or out of order; NaN in every slot that nobody may read."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = sum(-(-(run.new + run.context) // page) for run in runs) + -(-shared // page) + 4
+    order = torch.randperm(pages, generator=generator) if scattered else torch.arange(pages)
+    free = (order[:, None] * page + torch.arange(page)).view(-1)
+    prefix, free = free[:shared], free[-(-shared // page) * page :]
+    store = tuple(torch.full((pages * page, heads.kv_heads, heads.dim), float("nan"), dtype=kv_dtype or dtype) for _ in range(2))
+    slots = []
+    for run in runs:
+        length = run.new + run.context
+        slots.append(torch.cat((prefix, free[:length])))
+        free = free[-(-length // page) * page :]
+    for tensor in store:
+        for places in (prefix, *(slot[: len(slot) - run.new] for slot, run in zip(slots, runs, strict=True))):
+            tensor[places] = torch.randn(len(places), heads.kv_heads, heads.dim, generator=generator).to(tensor.dtype)
+    for tensor in store:  # the prefix was written once more by each run: all read the last
+        tensor[prefix] = torch.randn(shared, heads.kv_heads, heads.dim, generator=generator).to(tensor.dtype)
+    batch = AttentionBatch(
+        tuple(run.new for run in runs),
+        tuple(run.context + shared for run in runs),
+        tuple(slots),
+        torch.cat([slot[len(slot) - run.new :] for slot, run in zip(slots, runs, strict=True)]),
+        shared=((tuple(range(len(runs))), shared),) if shared and len(runs) > 1 else (),
+    )
+    tokens = sum(batch.query_lengths)
+    qkv = torch.randn(tokens, heads.heads + 2 * heads.kv_heads, heads.dim, generator=generator).to(dtype)
+    return Case(batch, store, qkv, heads)
+
+
+@contextmanager
+def poisoned_outputs(threads: int) -> Iterator[None]:
+    """New tensors hold NaN until they are written."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)  # fills what `torch.empty` gives
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(before)
+
+
+heads = st.builds(
+    lambda kv_heads, group, dim: Heads(kv_heads * group, kv_heads, dim),
+    st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([64, 80, 96, 128, 256, 6, 40]),
+)  # fmt: skip
+runs = st.lists(st.builds(Run, st.sampled_from([1, 1, 1, 2, 5, 17, 70]), st.sampled_from([0, 1, 40, 63, 64, 200])), min_size=1, max_size=6)
+specs = st.builds(AttentionSpec, st.sampled_from([0.1, 0.3]), st.sampled_from([None, None, 1, 4, 70, 1000]), st.sampled_from([None, 3.0]))
+shared = st.sampled_from([0, 0, 30, 64, 150])
+
+
+@settings(max_examples=40)
+@given(heads, runs, specs, shared, st.sampled_from([1, 16]), st.booleans(), st.sampled_from([1, 3]), st.integers(0, 2**20))
+def test_equals_the_reference(heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, page: int, scattered: bool, threads: int, seed: int) -> None:
+    case = make(heads, runs, page=page, scattered=scattered, shared=shared, seed=seed)
+    with poisoned_outputs(threads):
+        got = case.attend(native(), spec)
+    torch.testing.assert_close(got, case.attend(ReferenceAttention(), spec), atol=2e-5, rtol=1e-5)
+
+
+@settings(max_examples=40)
+@given(heads, runs, specs, shared, st.integers(0, 2**20))
+def test_neighbours_sharing_and_threads_change_no_bit(heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, seed: int) -> None:
+    case = make(heads, runs, page=1, scattered=True, shared=shared, seed=seed)
+    with poisoned_outputs(3):
+        together = case.attend(native(), spec)
+    with poisoned_outputs(1):
+        assert torch.equal(case.without_sharing().attend(native(), spec), together)
+        alone = torch.cat([case.alone(run).attend(native(), spec) for run in range(len(runs))])
+    assert torch.equal(alone, together)
+
+
+@settings(max_examples=12)
+@given(heads, runs, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**20))
+def test_bfloat16_is_the_reference_rounded(heads: Heads, runs: list[Run], dtype: torch.dtype, seed: int) -> None:
+    """Also a store in bfloat16 under activations in float32."""
+    case = make(heads, runs, page=1, scattered=True, shared=0, seed=seed, dtype=dtype, kv_dtype=torch.bfloat16)
+    spec = AttentionSpec(heads.dim**-0.5)
+    store = (case.store[0].float(), case.store[1].float())
+    exact = Case(case.batch, store, case.qkv.float(), heads)
+    kv = case.qkv.bfloat16().float()[:, heads.heads :]
+    expected = exact.attend(ReferenceAttention(), spec, torch.cat((exact.qkv[:, : heads.heads], kv), 1))
+    with poisoned_outputs(1):
+        got = case.attend(native(), spec)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@settings(max_examples=12)
+@given(heads, runs, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**20))
+def test_rotating_inside_is_rotating_before(heads: Heads, runs: list[Run], dtype: torch.dtype, seed: int) -> None:
+    """And what is written to the store is the same, in every slot."""
+    case = make(heads, runs, page=1, scattered=True, shared=0, seed=seed, dtype=dtype)
+    angles = torch.rand(len(case.qkv), 1, heads.dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
+    cos, sin = torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    spec, rotated = AttentionSpec(0.1), heads.heads + heads.kv_heads
+    before = torch.cat((rotate(case.qkv[:, :rotated], cos, sin), case.qkv[:, rotated:]), 1)
+    stores = [tuple(tensor.clone() for tensor in case.store) for _ in range(2)]
+    expected = native()(before[:, : heads.heads], before[:, heads.heads : rotated], before[:, rotated:], stores[0], case.batch, spec)
+    with poisoned_outputs(1):
+        got = native().from_qkv(case.qkv, (cos, sin), heads.heads, stores[1], case.batch, spec)
+    near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2}  # torch rounds twice more
+    torch.testing.assert_close(got, expected, **near)
+    for mine, theirs in zip(stores[1], stores[0], strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True, **near)
+
+
+def test_a_nan_reaches_the_answers_that_saw_it_and_no_others() -> None:
+    """A fault of the model has to be found at the logits, in the request whose it is."""
+    for part in (0, 1, 2):  # in q, in k, in v
+        case = make(Heads(4, 2, 64), [Run(1, 100), Run(3, 20)], page=1, scattered=True, shared=0, seed=part)
+        case.qkv[0, [0, 4, 6][part], 3] = float("nan")
+        got = case.attend(native(), AttentionSpec(0.1))
+        assert got[0, 0].isnan().any()
+        assert got[1:].isfinite().all()
+
+
+def test_float16_goes_to_the_operators() -> None:
+    case = make(Heads(4, 2, 64), [Run(1, 100), Run(3, 20)], page=1, scattered=True, shared=0, seed=1, dtype=torch.float16)
+    spec = AttentionSpec(0.1)
+    assert torch.equal(case.attend(native(), spec), case.attend(TorchAttention(), spec))
+
+
+def test_the_operators_run_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(cpu_attention(), NativeAttention)
+    monkeypatch.setattr("agentrt.attention.native_cpu.load", lambda name: None)
+    assert isinstance(cpu_attention(), TorchAttention)
