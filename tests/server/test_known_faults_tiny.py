@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -126,3 +128,50 @@ def test_extremes_are_answered_or_refused_and_the_engine_goes_on(tiny, fields):
         answer = http.post("/v1/completions", json={"prompt": ids(1, 10), "max_tokens": 8} | fields)
         assert answer.status_code in (200, 400, 422), answer.text[:2000]
         assert http.post("/v1/completions", json={"prompt": ids(1, 10), "max_tokens": 2}).status_code == 200
+
+
+def test_a_chain_of_better_matches_starves_nobody(tiny_model, live):
+    """One request at a time, the longest match first, and always another long match that waits."""
+    over, hot_ones = threading.Event(), []
+    with (
+        agentrt.Engine(str(tiny_model), policy="lpm", max_running=1, kv_tokens=4096, threads=1, process=False) as engine,
+        live(engine) as server,
+        ThreadPoolExecutor(5) as pool,
+        server.client() as http,
+    ):
+
+        def ask(prompt):
+            answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True})
+            assert answer.status_code == 200, answer.text
+
+        def keep_asking(number):
+            while not over.is_set():
+                ask(ids(1, 200) + ids(number + len(hot_ones), 5))
+                hot_ones.append(number)
+
+        ask(ids(1, 200))
+        crowd = [pool.submit(keep_asking, number) for number in range(4)]
+        lonely = pool.submit(ask, ids(7, 60))
+        try:
+            lonely.result(60)
+        finally:
+            over.set()
+        for each in crowd:
+            each.result(60)
+    assert hot_ones
+
+
+TEMPLATE = (
+    "{% if messages[-1].content == 'loop' %}{% for a in range(9999) %}{% for b in range(9999) %}{{ a * b }}{% endfor %}{% endfor %}"
+    "{% elif messages[-1].content == 'reach' %}{{ messages.__class__.__base__.__subclasses__() }}"
+    "{% else %}{% for message in messages %}{{ message.content }}{% endfor %}{% endif %}"
+)
+
+
+def test_a_hostile_chat_template_is_a_400_and_the_next_request_succeeds(tiny_model, tmp_path, live):
+    folder = shutil.copytree(tiny_model, tmp_path / "hostile")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with agentrt.Engine(str(folder), kv_tokens=512, threads=1, process=False) as engine, live(engine) as server, server.client() as http:
+        for content, code in (("loop", 400), ("a b", 200), ("reach", 400), ("a b", 200)):
+            answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], "max_tokens": 2})
+            assert answer.status_code == code, answer.text
