@@ -5,6 +5,8 @@ match (strings without case, spaces and punctuation; "" among the allowed values
 out). Differences between two ways of asking are paired, with a bootstrap interval.
 
     python benchmarks/tool_accuracy.py http://127.0.0.1:8000 --model qwen2.5-coder-0.5b --limit 60
+
+With ``--json FILE`` a run that was stopped, or had a smaller limit, goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ async def ask(http: httpx.AsyncClient, model: str, row: Mapping[str, Any], mode:
     return Result(row["id"], calls, bool(calls), valid, right, whole["usage"]["completion_tokens"], time.perf_counter() - begun)
 
 
-async def run_mode(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mode: str) -> tuple[list[Result], float]:
+async def run_mode(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mode: str) -> list[Result]:
     gate = asyncio.Semaphore(args.concurrency)
     headers = {"Authorization": f"Bearer {args.api_key}"}
     async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=600) as http:
@@ -146,9 +148,16 @@ async def run_mode(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], 
             async with gate:
                 return await ask(http, args.model, row, mode, args.max_tokens, args.extra)
 
-        begun = time.perf_counter()
-        results = await asyncio.gather(*map(one, rows))
-        return list(results), time.perf_counter() - begun
+        return list(await asyncio.gather(*map(one, rows)))
+
+
+def known_answers(path: Path | None) -> dict[str, dict[str, Any]]:
+    """What an earlier run wrote: for each mode its seconds and its answers by row."""
+    if path is None or not path.exists():
+        return {}
+    earlier = json.loads(path.read_text())
+    seconds = {line["mode"]: line["seconds"] for line in earlier["table"]}
+    return {mode: {"seconds": seconds[mode], "rows": {each["row"]: Result(**each) for each in answers}} for mode, answers in earlier["answers"].items()}
 
 
 def paired(one: Sequence[Result], other: Sequence[Result], seed: int) -> tuple[float, float, float]:
@@ -175,11 +184,17 @@ def main() -> None:
     args = parser.parse_args()
     rows = corpus(args.limit, args.rows)
     results: dict[str, list[Result]] = {}
+    known = known_answers(args.json)
     table = []
     print(f"{len(rows)} requests ({args.rows} rows), greedy, {args.concurrency} at a time, bootstrap seed {args.seed}")
     print(f"{'tool_choice':<12}{'parsed':>8}{'valid':>8}{'right':>8}{'share':>9}{'tokens':>9}{'seconds':>9}", flush=True)
     for mode in args.modes:
-        results[mode], seconds = asyncio.run(run_mode(args, rows, mode))
+        earlier = known.get(mode, {"seconds": 0.0, "rows": {}})
+        begun = time.perf_counter()
+        new = asyncio.run(run_mode(args, [row for row in rows if row["id"] not in earlier["rows"]], mode))
+        seconds = earlier["seconds"] + time.perf_counter() - begun
+        by_row = earlier["rows"] | {result.row: result for result in new}
+        results[mode] = [by_row[row["id"]] for row in rows]
         line = {name: sum(getattr(result, name) for result in results[mode]) for name in ("parsed", "valid", "right", "tokens")}
         line |= {"mode": mode, "seconds": round(seconds, 1)}
         table.append(line)
