@@ -10,7 +10,8 @@
 //     scale[16] (float16 or float32), minimum[16] (the same; 4 bits only), q[8 steps][16 outputs][4 inputs]
 //
 // where at 4 bits step t has the low halves of the bytes of which step t + 4 has the high ones. An activation's four
-// bytes are then broadcast to all lanes. Rows are taken a few at a time, so that each weight is unpacked once for them.
+// bytes are then broadcast to all lanes. Rows are taken a few at a time. Where there are more than a few, a block's halves
+// are first spread to bytes, once for all rows; that changes no sum.
 //
 // The dot product of one group is written three times: AVX-512 with VNNI, AVX2, and plain C. Its model in Python, which
 // says the same in float32, is `reference` in agentrt/models/linear.py.
@@ -31,12 +32,17 @@ namespace {
 constexpr int GROUP = 32;    // weights that share a scale
 constexpr int LANES = 16;    // outputs of a block
 constexpr int STEPS = 8;     // of four inputs, in a group
+constexpr int FEW = 3;       // up to so many rows, 4-bit weights are unpacked as they are used
+
+// How a group's q lie: two in a byte as they are stored, one in a byte (0 to 15), or one in a byte with a sign.
+enum Form { HALVES, BYTES, SIGNED };
+constexpr int form_bytes(Form form) { return LANES * GROUP / (form == HALVES ? 2 : 1); }
 
 // ---- lanes: 16 floats, one for each output of a block ----------------------------------------------------------------
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define ISA "AVX-512 VNNI"
-constexpr int TILE = 8;  // rows at once: what the registers hold
+constexpr int TILE = 8;  // rows at once, at most: what the registers hold
 
 struct Lanes {
     __m512 v;
@@ -54,7 +60,7 @@ inline Lanes fma(Lanes a, float s, Lanes c) { return {_mm512_fmadd_ps(a.v, _mm51
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define ISA "AVX2"
-constexpr int TILE = 4;
+constexpr int TILE = 6;
 
 struct Lanes {
     __m256 low, high;
@@ -234,19 +240,14 @@ void quantise_row(const float* x, int64_t inputs, Activations& to, int64_t row) 
 
 // ---- the dot products of one group: ROWS rows with the 16 outputs of a block ------------------------------------------
 
-template <int BITS>
-constexpr int weight_bytes() {
-    return LANES * GROUP * BITS / 8;
-}
-
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 
-template <int BITS, int ROWS>
+template <Form FORM, int ROWS>
 inline void dots(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
     __m512i sums[ROWS];
-    // 8-bit weights get 128 added, as the instruction wants one side unsigned; the sum starts with what that is too much.
+    // Signed weights get 128 added, as the instruction wants one side unsigned; the sum starts with what that is too much.
     for (int r = 0; r < ROWS; ++r)
-        sums[r] = BITS == 8 ? _mm512_set1_epi32(-128 * x.sum[at + r * stride]) : _mm512_setzero_si512();
+        sums[r] = FORM == SIGNED ? _mm512_set1_epi32(-128 * x.sum[at + r * stride]) : _mm512_setzero_si512();
     auto step = [&](int t, __m512i w) {
         for (int r = 0; r < ROWS; ++r) {
             int32_t four;
@@ -254,16 +255,18 @@ inline void dots(const uint8_t* weights, const Activations& x, size_t at, size_t
             sums[r] = _mm512_dpbusd_epi32(sums[r], w, _mm512_set1_epi32(four));
         }
     };
-    if (BITS == 4) {
-        const __m512i low = _mm512_set1_epi8(15);
+    const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(char(0x80));
+    if constexpr (FORM == HALVES) {
         for (int t = 0; t < STEPS / 2; ++t) {
             const __m512i both = _mm512_loadu_si512(weights + t * 64);
             step(t, _mm512_and_si512(both, low));
             step(t + STEPS / 2, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
         }
     } else {
-        const __m512i sign = _mm512_set1_epi8(char(0x80));
-        for (int t = 0; t < STEPS; ++t) step(t, _mm512_xor_si512(_mm512_loadu_si512(weights + t * 64), sign));
+        for (int t = 0; t < STEPS; ++t) {
+            const __m512i w = _mm512_loadu_si512(weights + t * 64);
+            step(t, FORM == SIGNED ? _mm512_xor_si512(w, sign) : w);
+        }
     }
     for (int r = 0; r < ROWS; ++r) result[r] = {_mm512_cvtepi32_ps(sums[r])};
 }
@@ -281,10 +284,9 @@ inline __m256i broadcast(const void* p) {
     return _mm256_set1_epi32(four);
 }
 
-// 4 bits: a product of two pairs is at most 2 * 15 * 127 = 3810, so the eight steps of a group fit 16 bits.
-template <int ROWS>
-inline void dots4(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
-    const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+// 0 to 15: a product of two pairs is at most 2 * 15 * 127 = 3810, so the eight steps of a group fit 16 bits.
+template <Form FORM, int ROWS>
+inline void dots_unsigned(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
     __m256i low[ROWS], high[ROWS];
     for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
     auto step = [&](int t, __m256i w0, __m256i w1) {
@@ -296,20 +298,27 @@ inline void dots4(const uint8_t* weights, const Activations& x, size_t at, size_
             keep(high[r]);
         }
     };
+    if constexpr (FORM == HALVES) {
+        const __m256i mask = _mm256_set1_epi8(15);
 #pragma GCC unroll 4
-    for (int t = 0; t < STEPS / 2; ++t) {
-        const __m256i b0 = bytes(weights + t * 64), b1 = bytes(weights + t * 64 + 32);
-        step(t, _mm256_and_si256(b0, mask), _mm256_and_si256(b1, mask));
-        step(t + STEPS / 2, _mm256_and_si256(_mm256_srli_epi16(b0, 4), mask),
-             _mm256_and_si256(_mm256_srli_epi16(b1, 4), mask));
+        for (int t = 0; t < STEPS / 2; ++t) {
+            const __m256i b0 = bytes(weights + t * 64), b1 = bytes(weights + t * 64 + 32);
+            step(t, _mm256_and_si256(b0, mask), _mm256_and_si256(b1, mask));
+            step(t + STEPS / 2, _mm256_and_si256(_mm256_srli_epi16(b0, 4), mask),
+                 _mm256_and_si256(_mm256_srli_epi16(b1, 4), mask));
+        }
+    } else {
+#pragma GCC unroll 8
+        for (int t = 0; t < STEPS; ++t) step(t, bytes(weights + t * 64), bytes(weights + t * 64 + 32));
     }
+    const __m256i ones = _mm256_set1_epi16(1);
     for (int r = 0; r < ROWS; ++r)
         result[r] = {_mm256_cvtepi32_ps(_mm256_madd_epi16(low[r], ones)), _mm256_cvtepi32_ps(_mm256_madd_epi16(high[r], ones))};
 }
 
 // 8 bits: inputs 0 and 2 of each four are widened together, then 1 and 3, which is why activations lie in that order.
 template <int ROWS>
-inline void dots8(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
+inline void dots_signed(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
     __m256i low[ROWS], high[ROWS];
     for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
     auto step = [&](int pair, __m256i w0, __m256i w1) {
@@ -330,23 +339,23 @@ inline void dots8(const uint8_t* weights, const Activations& x, size_t at, size_
     for (int r = 0; r < ROWS; ++r) result[r] = {_mm256_cvtepi32_ps(low[r]), _mm256_cvtepi32_ps(high[r])};
 }
 
-template <int BITS, int ROWS>
+template <Form FORM, int ROWS>
 inline void dots(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
-    if constexpr (BITS == 4)
-        dots4(weights, x, at, stride, result);
+    if constexpr (FORM == SIGNED)
+        dots_signed(weights, x, at, stride, result);
     else
-        dots8(weights, x, at, stride, result);
+        dots_unsigned<FORM>(weights, x, at, stride, result);
 }
 
 #else
 
-template <int BITS, int ROWS>
+template <Form FORM, int ROWS>
 inline void dots(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
     int32_t sums[ROWS][LANES] = {};
     for (int t = 0; t < STEPS; ++t) {
         int8_t w[LANES * 4];
-        const uint8_t* line = weights + (BITS == 4 ? t % 4 : t) * LANES * 4;
-        for (int i = 0; i < LANES * 4; ++i) w[i] = int8_t(BITS == 4 ? (t < 4 ? line[i] & 15 : line[i] >> 4) : line[i]);
+        const uint8_t* line = weights + (FORM == HALVES ? t % 4 : t) * LANES * 4;
+        for (int i = 0; i < LANES * 4; ++i) w[i] = int8_t(FORM == HALVES ? (t < 4 ? line[i] & 15 : line[i] >> 4) : line[i]);
         for (int r = 0; r < ROWS; ++r) {
             const int8_t* a = &x.q[(at + r * stride) * GROUP + t * 4];
             for (int lane = 0; lane < LANES; ++lane)
@@ -367,24 +376,31 @@ struct Output {
     int64_t outputs;
 };
 
-template <int BITS, class Scale>
-constexpr size_t group_bytes() {
-    return LANES * sizeof(Scale) * (BITS == 4 ? 2 : 1) + weight_bytes<BITS>();
+// A block's weights: scales and minima where they are stored; q there too, or spread to bytes.
+struct Block {
+    const uint8_t* scales;
+    const uint8_t* q;
+    size_t scales_stride, q_stride;  // bytes from one group to the next
+    bool half;                       // whether scales are float16, not float32
+};
+
+inline Lanes load_scales(const uint8_t* p, bool half, int first) {
+    return half ? load(reinterpret_cast<const uint16_t*>(p) + first) : load(reinterpret_cast<const float*>(p) + first);
 }
 
-template <int BITS, class Scale, int ROWS>
-void tile(const uint8_t* block, const Activations& x, int64_t row, const Output& out, int64_t first) {
+template <Form FORM, int ROWS>
+void tile(const Block& block, const Activations& x, int64_t row, const Output& out, int64_t first) {
     Lanes sums[ROWS], products[ROWS];
     for (int r = 0; r < ROWS; ++r) sums[r] = zeros();
     const size_t stride = x.groups;
-    for (int group = 0; group < x.groups; ++group, block += group_bytes<BITS, Scale>()) {
+    for (int group = 0; group < x.groups; ++group) {
         const size_t at = size_t(row) * stride + group;
-        const auto* scales = reinterpret_cast<const Scale*>(block);
-        dots<BITS, ROWS>(block + LANES * sizeof(Scale) * (BITS == 4 ? 2 : 1), x, at, stride, products);
-        const Lanes scale = load(scales);
+        const uint8_t* scales = block.scales + group * block.scales_stride;
+        dots<FORM, ROWS>(block.q + group * block.q_stride, x, at, stride, products);
+        const Lanes scale = load_scales(scales, block.half, 0);
         for (int r = 0; r < ROWS; ++r) sums[r] = fma(scaled(products[r], x.scale[at + r * stride]), scale, sums[r]);
-        if (BITS == 4) {
-            const Lanes minimum = load(scales + LANES);
+        if (FORM != SIGNED) {
+            const Lanes minimum = load_scales(scales, block.half, LANES);
             for (int r = 0; r < ROWS; ++r) sums[r] = fma(minimum, x.total[at + r * stride], sums[r]);
         }
     }
@@ -401,28 +417,60 @@ void tile(const uint8_t* block, const Activations& x, int64_t row, const Output&
     }
 }
 
-template <int BITS, class Scale, int ROWS = TILE>
-void rest(const uint8_t* block, const Activations& x, int64_t row, int64_t rows, const Output& out, int64_t first) {
+template <Form FORM, int ROWS = TILE>
+void tile_of(int64_t rows, const Block& block, const Activations& x, int64_t row, const Output& out, int64_t first) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS)
-            tile<BITS, Scale, ROWS>(block, x, row, out, first);
+            tile<FORM, ROWS>(block, x, row, out, first);
         else
-            rest<BITS, Scale, ROWS - 1>(block, x, row, rows, out, first);
+            tile_of<FORM, ROWS - 1>(rows, block, x, row, out, first);
     }
 }
 
-template <int BITS, class Scale>
-void multiply(const Activations& x, int64_t rows, const uint8_t* packed, const Output& out, int64_t block) {
-    const uint8_t* weights = packed + size_t(block) * x.groups * group_bytes<BITS, Scale>();
-    for (int64_t row = 0; row < rows; row += TILE)
-        rest<BITS, Scale>(weights, x, row, std::min<int64_t>(TILE, rows - row), out, block * LANES);
+// All rows with one block, in tiles of nearly the same size.
+template <Form FORM>
+void tiles(const Block& block, const Activations& x, int64_t rows, const Output& out, int64_t first) {
+    const int64_t count = (rows + TILE - 1) / TILE;
+    for (int64_t t = 0, row = 0; t < count; ++t) {
+        const int64_t size = (rows - row + count - t - 1) / (count - t);
+        tile_of<FORM>(size, block, x, row, out, first);
+        row += size;
+    }
 }
 
-using Multiply = void (*)(const Activations&, int64_t, const uint8_t*, const Output&, int64_t);
+// The halves of a block's groups, each to a byte of its own.
+const uint8_t* spread(const uint8_t* q, size_t stride, int groups) {
+    static thread_local std::vector<uint8_t> kept;
+    if (kept.size() < size_t(groups) * form_bytes(BYTES)) kept.resize(size_t(groups) * form_bytes(BYTES));
+    uint8_t* to = kept.data();
+    for (int group = 0; group < groups; ++group, q += stride, to += form_bytes(BYTES))
+        for (int i = 0; i < form_bytes(HALVES); ++i) {
+            to[i] = q[i] & 15;
+            to[i + form_bytes(HALVES)] = q[i] >> 4;
+        }
+    return kept.data();
+}
 
-Multiply multiply_for(int bits, int half) {
-    if (bits == 4) return half ? multiply<4, uint16_t> : multiply<4, float>;
-    return half ? multiply<8, uint16_t> : multiply<8, float>;
+// How the packed weights lie.
+struct Format {
+    int bits;
+    bool half;
+    size_t scales_bytes() const { return LANES * (half ? 2 : 4) * (bits == 4 ? 2 : 1); }
+    size_t group_bytes() const { return scales_bytes() + LANES * GROUP * bits / 8; }
+};
+
+void multiply(const Activations& x, int64_t rows, const uint8_t* packed, Format format, const Output& out, int64_t index) {
+    const size_t stride = format.group_bytes();
+    const uint8_t* first = packed + size_t(index) * x.groups * stride;
+    const Block stored{first, first + format.scales_bytes(), stride, stride, format.half};
+    if (format.bits == 8) {
+        tiles<SIGNED>(stored, x, rows, out, index * LANES);
+    } else if (rows <= FEW) {
+        tiles<HALVES>(stored, x, rows, out, index * LANES);
+    } else {
+        const uint8_t* q = spread(stored.q, stride, x.groups);
+        tiles<BYTES>(Block{first, q, stride, form_bytes(BYTES), format.half}, x, rows, out, index * LANES);
+    }
 }
 
 template <class Scale>
@@ -459,8 +507,7 @@ const char* linear_isa() { return ISA; }
 
 // Bytes of a packed weight.
 int64_t linear_packed_bytes(int64_t outputs, int64_t groups, int bits, int half) {
-    const int64_t scale = (half ? 2 : 4) * (bits == 4 ? 2 : 1);
-    return (outputs + LANES - 1) / LANES * groups * LANES * (scale + GROUP * bits / 8);
+    return (outputs + LANES - 1) / LANES * groups * int64_t(Format{bits, half != 0}.group_bytes());
 }
 
 // q: a byte for each weight, [output][group][32]. scale, minimum: [output][group], float16 if half, else float32.
@@ -486,7 +533,7 @@ void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, 
     Activations& quantised = kept;
     quantised.resize(rows, int((inputs + GROUP - 1) / GROUP));
     const Output out{y, y_stride, bias, outputs};
-    const Multiply multiply_block = multiply_for(bits, half);
+    const Format format{bits, half != 0};
     const int64_t blocks = (outputs + LANES - 1) / LANES;
     const bool few = rows <= 2;  // then waiting for each other would take longer than doing it
     if (few)
@@ -498,7 +545,7 @@ void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, 
             for (int64_t row = 0; row < rows; ++row) quantise_row(x + row * x_stride, inputs, quantised, row);
         }
 #pragma omp for schedule(static) nowait
-        for (int64_t block = 0; block < blocks; ++block) multiply_block(quantised, rows, packed, out, block);
+        for (int64_t block = 0; block < blocks; ++block) multiply(quantised, rows, packed, format, out, block);
     }
 }
 
