@@ -71,8 +71,7 @@ def test_a_body_that_does_not_come_is_a_408_and_holds_nothing(serving, wait_unti
         answer = all_of(raw)
     assert status(answer) == 408
     assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "request_timeout"
-    with server.client() as http:
-        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    wait_until(lambda: server.bodies() == 0)
 
 
 @pytest.mark.slow
@@ -109,13 +108,13 @@ def test_a_body_that_goes_on_after_its_answer_is_not_read_for_ever(serving):
 
 @pytest.mark.slow
 def test_an_answer_that_nobody_reads_ends_with_its_connection(serving, wait_until):
-    server = serving(lambda prompt, request: "x" * 300_000, HASTE, tokens_per_delta=50_000)
+    server = serving(lambda prompt, request: "x" * 300_000, ServerConfig(stall_seconds=0.4), tokens_per_delta=50_000)
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", server.port))
         raw.sendall(request(CHAT | {"n": 40}))
-        wait_until(lambda: server.connections() == 1)
-        wait_until(lambda: server.connections() == 0)
+        wait_until(lambda: len(server.backend.requests) == 1)
+        wait_until(lambda: server.connections() == 0, 60)
 
 
 def test_no_more_connections_than_allowed(serving, wait_until):
