@@ -20,22 +20,26 @@ class VLLM:
             setting.folder, dtype=dtype, max_model_len=setting.context, max_num_seqs=64, enable_prefix_caching=True, disable_log_stats=True
         )
         self.about = f"vLLM {vllm.__version__}, {dtype}"
-        self._passes, step = 0, self._engine.llm_engine.step
+        self._computed = self._passes = 0
+        self._count_passes()
 
-        def counted():
-            self._passes += 1
-            return step()
+    def _count_passes(self) -> None:
+        executor = self._engine.llm_engine.engine_core.engine_core.model_executor
+        execute = executor.execute_model
 
-        self._engine.llm_engine.step = counted
+        def counted(scheduled, *more, **named):
+            self._computed += scheduled.total_num_scheduled_tokens
+            self._passes += scheduled.total_num_scheduled_tokens > 0
+            return execute(scheduled, *more, **named)
+
+        executor.execute_model = counted
 
     def answer(self, ask: Ask) -> Told:
-        before = self._passes
+        computed, passes = self._computed, self._passes
         prompts = [{"prompt_token_ids": ids} for ids in ask.prompts]
         outputs = self._engine.generate(prompts, [self._sampling(ask, number) for number in range(len(prompts))], use_tqdm=False)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
-        fed = sum(len(ids) - (output.num_cached_tokens or 0) for ids, output in zip(ask.prompts, outputs, strict=True))
-        computed = fed + sum(len(answer) - 1 for answer in answers)
-        return Told(answers, computed=computed, passes=self._passes - before)
+        return Told(answers, computed=self._computed - computed, passes=self._passes - passes)
 
     def _sampling(self, ask: Ask, number: int):
         if not ask.schemas:
