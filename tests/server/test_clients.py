@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -28,3 +31,20 @@ def test_the_client_works_unmodified(client, calling_server):
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=environment, check=False)
     assert done.returncode == 0, f"{client} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert done.stdout.splitlines()[-1].startswith("ok"), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
+def test_the_lines_on_the_page_print_what_it_says(page, calling_server):
+    """A block of Python that asks port 8000, and what it prints: in the comment that ends it, or in the block after it."""
+    text = (HERE.parent.parent / page).read_text()
+    blocks = [(code, after) for code, after in re.findall(r"```python\n(.*?)```(?:\s*```\n(.*?)```)?", text, re.DOTALL) if ":8000/v1" in code]
+    if not blocks:
+        pytest.skip(f"{page} asks no server")
+    for code, after in blocks:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(code.replace("http://127.0.0.1:8000", calling_server.url), {})
+        assert said.getvalue().strip() == (after.strip() or code.rstrip().rpartition("  # ")[2])
