@@ -14,6 +14,14 @@ from torch import Tensor
 
 
 @triton.jit
+def _eightfold(words):
+    """Each word eight times, side by side: one read serves its eight outputs."""
+    twice = tl.interleave(words, words)
+    fourfold = tl.interleave(twice, twice)
+    return tl.interleave(fourfold, fourfold)
+
+
+@triton.jit
 def _awq_matmul(
     x, codes, zeros, scales, bias, out, rows, outputs, inputs, stride_x, stride_out,
     GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -23,18 +31,21 @@ def _awq_matmul(
     offsets_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     offsets_k = tl.arange(0, BLOCK_K)
     in_m, in_n = offsets_m < rows, offsets_n < outputs
-    word, place = offsets_n // 8, offsets_n % 8
+    place = offsets_n % 8
     shift = (place % 2 * 4 + place // 2) * 4
     words = outputs // 8
+    offsets_w = tl.program_id(0) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
+    in_w = offsets_w < words
     at_x = x + offsets_m.to(tl.int64)[:, None] * stride_x + offsets_k[None, :]
-    at_codes = codes + offsets_k.to(tl.int64)[:, None] * words + word[None, :]
+    at_codes = codes + offsets_k.to(tl.int64)[:, None] * words + offsets_w[None, :]
     dtype = x.dtype.element_ty
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, inputs, BLOCK_K):
         in_k = offsets_k < inputs - first
         group = first // GROUP
-        packed = tl.load(at_codes + first * words, mask=in_n[None, :] & in_k[:, None], other=0)
-        zero = (tl.load(zeros + group * words + word, mask=in_n, other=0) >> shift) & 0xF
+        packed = _eightfold(tl.load(at_codes + first * words, mask=in_w[None, :] & in_k[:, None], other=0))
+        packed_zeros = _eightfold(tl.load(zeros + group * words + offsets_w, mask=in_w, other=0))
+        zero = (packed_zeros >> shift) & 0xF
         scale = tl.load(scales + group * outputs + offsets_n, mask=in_n, other=0.0).to(tl.float32)
         code = (packed >> shift[None, :]) & 0xF
         weight = ((code - zero[None, :]).to(tl.float32) * scale[None, :]).to(dtype)

@@ -7,27 +7,18 @@ attention, so a sequence's answer does not depend on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
-from agentrt.models.config import Activation, DecoderConfig, ModelConfig
+from agentrt.models.config import DecoderConfig, ModelConfig
 from agentrt.models.linear import Linear, LinearFactory, dense
 from agentrt.models.rotary import Rotary, rotate
-
-Norm = Callable[[Tensor], Tensor]
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
+from agentrt.models.row_ops import Norm, RowOps, row_ops
 
 
 class LayeredStore(Protocol):
@@ -63,13 +54,16 @@ class Decoder:
         device: Where it runs.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory = dense) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], linear: LinearFactory = dense, rows: RowOps | None = None
+    ) -> None:
         """Builds the layers; dense weights are used as they are, without a copy.
 
         Args:
             config: With `decoder` set.
             weights: Tensors by name, in the fused layout that `weight_shapes` lists.
             linear: How to hold matrices.
+            rows: Norms and activations; None: what suits the device.
         """
         if config.decoder is None:
             raise ValueError(f"{config.architecture} has no native decoder")
@@ -81,10 +75,10 @@ class Decoder:
         self._local_rope = Rotary(flags.local_rope, config.head_dim, self.device) if flags.local_rope else None
         # The factor is rounded to the weights' dtype, as the models were trained with.
         self._embedding_scale = float(torch.tensor(flags.embedding_scale, dtype=self.dtype))
-        self._activation = _ACTIVATIONS[flags.activation]
+        self._rows = rows = rows or row_ops(self.device)
         self._rotated = config.heads + config.kv_heads
-        self._layers = tuple(_layer(config, flags, weights, linear, index) for index in range(config.layers))
-        self._norm = _norm(flags, weights["model.norm.weight"])
+        self._layers = tuple(_layer(config, flags, weights, linear, rows, index) for index in range(config.layers))
+        self._norm = _norm(flags, weights["model.norm.weight"], rows)
         head = self._embedding if flags.tied else weights["lm_head.weight"]
         self._head = linear("lm_head", head, None)
 
@@ -109,12 +103,16 @@ class Decoder:
             hidden.mul_(self._embedding_scale)
         angles = self._rope.angles(positions, self.dtype)
         local = angles if self._local_rope is None else self._local_rope.angles(positions, self.dtype)
+        changed: Tensor | None = None  # what the layer before adds; added where it is normed next
         for index, layer in enumerate(self._layers):
-            attended = self._attend(layer, hidden, local if layer.local else angles, batch, attention, store[index])
-            hidden.add_(attended if layer.after_attention is None else layer.after_attention(attended))
-            changed = self._mlp(layer, hidden)
-            hidden.add_(changed if layer.after_mlp is None else layer.after_mlp(changed))
-        return self._norm(hidden)
+            normed = layer.before_attention(hidden) if changed is None else layer.before_attention.after_adding(hidden, changed)
+            attended = self._attend(layer, normed, local if layer.local else angles, batch, attention, store[index])
+            if layer.after_attention is not None:
+                attended = layer.after_attention(attended)
+            changed = self._mlp(layer, layer.before_mlp.after_adding(hidden, attended))
+            if layer.after_mlp is not None:
+                changed = layer.after_mlp(changed)
+        return self._norm(hidden) if changed is None else self._norm.after_adding(hidden, changed)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -133,27 +131,26 @@ class Decoder:
     def _attend(
         self,
         layer: _Layer,
-        hidden: Tensor,
+        normed: Tensor,
         angles: tuple[Tensor, Tensor],
         batch: AttentionBatch,
         attention: Attention,
         store: tuple[Tensor, Tensor],
     ) -> Tensor:
         heads = self.config.heads
-        qkv = layer.qkv(layer.before_attention(hidden)).view(hidden.shape[0], -1, self.config.head_dim)
+        qkv = layer.qkv(normed).view(normed.shape[0], -1, self.config.head_dim)
         fused = getattr(attention, "from_qkv", None)  # of a FusedAttention; isinstance would take microseconds a layer
         if fused is not None and layer.q_norm is None:
-            return layer.output(fused(qkv, angles, heads, store, batch, layer.spec).view(hidden.shape[0], -1))
+            return layer.output(fused(qkv, angles, heads, store, batch, layer.spec).view(normed.shape[0], -1))
         qk = qkv[:, : self._rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat((layer.q_norm(qk[:, :heads]), layer.k_norm(qk[:, heads:])), 1)
         qk = rotate(qk, *angles)  # q and k turn alike, so one call does both
         attended = attention(qk[:, :heads], qk[:, heads:], qkv[:, self._rotated :], store, batch, layer.spec)
-        return layer.output(attended.view(hidden.shape[0], -1))
+        return layer.output(attended.view(normed.shape[0], -1))
 
-    def _mlp(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        gate, up = layer.gate_up(layer.before_mlp(hidden)).chunk(2, -1)
-        return layer.down(self._activation(gate).mul_(up))
+    def _mlp(self, layer: _Layer, normed: Tensor) -> Tensor:
+        return layer.down(self._rows.gate(layer.gate_up(normed), self._flags.activation))
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -192,14 +189,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _norm(flags: DecoderConfig, weight: Tensor) -> Norm:
-    """RMS norm (Zhang and Sennrich, 2019)."""
-    scale = weight.float().add(1.0).to(weight.dtype) if flags.norm_plus_one else weight
-    return partial(functional.rms_norm, normalized_shape=tuple(weight.shape), weight=scale, eps=flags.eps)
+def _norm(flags: DecoderConfig, weight: Tensor, rows: RowOps) -> Norm:
+    return Norm(weight.float().add(1.0).to(weight.dtype) if flags.norm_plus_one else weight, flags.eps, rows)
 
 
 def _layer(
-    config: ModelConfig, flags: DecoderConfig, weights: Mapping[str, Tensor], linear: LinearFactory, index: int
+    config: ModelConfig, flags: DecoderConfig, weights: Mapping[str, Tensor], linear: LinearFactory, rows: RowOps, index: int
 ) -> _Layer:
     prefix = f"model.layers.{index}."
 
@@ -208,7 +203,7 @@ def _layer(
         return linear(name, weights[f"{name}.weight"], weights[f"{name}.bias"] if bias else None)
 
     def norm(name: str, present: bool) -> Norm | None:
-        return _norm(flags, weights[f"{prefix}{name}.weight"]) if present else None
+        return _norm(flags, weights[f"{prefix}{name}.weight"], rows) if present else None
 
     window = config.windows[index]
     # With norms on both sides the names shift: "post_attention" then stands behind attention, not before the MLP.
@@ -216,13 +211,13 @@ def _layer(
     return _Layer(
         spec=AttentionSpec(flags.attention_scale, window, flags.attention_softcap),
         local=window is not None and flags.local_rope is not None,
-        before_attention=_norm(flags, weights[f"{prefix}input_layernorm.weight"]),
+        before_attention=_norm(flags, weights[f"{prefix}input_layernorm.weight"], rows),
         qkv=matrix("self_attn.qkv_proj", flags.qkv_bias),
         q_norm=norm("self_attn.q_norm", flags.qk_norm),
         k_norm=norm("self_attn.k_norm", flags.qk_norm),
         output=matrix("self_attn.o_proj", flags.output_bias),
         after_attention=norm("post_attention_layernorm", flags.post_norms),
-        before_mlp=_norm(flags, weights[f"{prefix}{before_mlp}.weight"]),
+        before_mlp=_norm(flags, weights[f"{prefix}{before_mlp}.weight"], rows),
         gate_up=matrix("mlp.gate_up_proj", flags.mlp_bias),
         down=matrix("mlp.down_proj", flags.mlp_bias),
         after_mlp=norm("post_feedforward_layernorm", flags.post_norms),
