@@ -22,6 +22,8 @@ from agentrt.errors import GrammarError
 _PROGRAM = Path(__file__).with_name("regex_worker.py")
 #: Address space of the process, in bytes; more than half of it is the interpreter and numpy.
 MEMORY = 2_000_000_000
+#: Most seconds that the process may take to start.
+START_SECONDS = 30.0
 
 
 class TooManyStatesError(GrammarError):
@@ -50,34 +52,43 @@ class PatternCompiler:
         raise kind(str(answer[2]), pointer="0", param="regex")
 
     def _ask(self, request: tuple[str, int], seconds: float) -> tuple[object, ...]:
-        process = self._running()
-        to, back = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
-        try:
-            pickle.dump(request, to)
-            to.flush()
-            answer: tuple[object, ...] = pickle.load(back)
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            self.close()
+        answer = self._answer(self._running(), seconds, request)
+        if answer is None:
             raise GrammarError(
                 f"the pattern's automaton needs more than {seconds:g} s or {MEMORY / 1e9:g} GB to compile; "
                 "bound its repeats, or set engine='llguidance'",
                 pointer="0",
                 param="regex",
-            ) from error
-        finally:
-            timer.cancel()
+            )
         return answer
 
+    def _answer(self, process: subprocess.Popen[bytes], seconds: float, request: tuple[str, int] | None = None) -> tuple[object, ...] | None:
+        """What the process says next, to a request if there is one; None if it had to be killed for it, or died."""
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        try:
+            if request is not None:
+                pickle.dump(request, to := cast(IO[bytes], process.stdin))
+                to.flush()
+            return cast(tuple[object, ...], pickle.load(cast(IO[bytes], process.stdout)))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.close()
+            return None
+        finally:
+            timer.cancel()
+
     def _running(self) -> subprocess.Popen[bytes]:
+        """The process, ready: its start is no pattern's fault, so it counts against none."""
         if self._process is None or self._process.poll() is not None:
+            self.close()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(_PROGRAM), str(MEMORY)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
+            if self._answer(self._process, START_SECONDS) is None:
+                raise GrammarError("the process that compiles patterns does not start", param="regex")
         return self._process
 
     def close(self) -> None:

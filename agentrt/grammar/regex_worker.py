@@ -3,7 +3,8 @@
 Determinising can take exponential time and memory and cannot be interrupted, so it runs in a process that can be
 killed (`killable.py`). This file is that process's whole program: it imports nothing of agentrt.
 
-Over the pipe: pickles of (pattern, most states) in, of ("table", table, accepting, start) or ("error", kind, message) out.
+Over the pipe: a pickle of ("ready",) out at the start; then pickles of (pattern, most states) in, of ("table", table, accepting,
+start) or ("error", kind, message) out.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def _answer(request: tuple[str, int]) -> tuple[object, ...]:
 
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
+    pickle.dump(("ready",), sink)
+    sink.flush()
     while True:
         try:
             request = pickle.load(source)

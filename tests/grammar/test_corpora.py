@@ -69,7 +69,7 @@ def _judge(tally, row, compiled, test, tries):
         tally.wrong.append((row["id"], "the ledger says ENFORCED", json.dumps(test["data"])[:200]))
 
 
-@pytest.mark.parametrize(("name", "count"), [("maskbench_sample.jsonl", 40), ("suite_2020.jsonl", 60), ("suite_2020_typed.jsonl", 60)])
+@pytest.mark.parametrize(("name", "count"), [("maskbench_sample.jsonl", 20), ("suite_2020.jsonl", 40), ("suite_2020_typed.jsonl", 40)])
 def test_a_sample_of_the_corpus_has_no_wrong_verdict(name, count, read_corpus, byte_tokens):
     rows = [row for row in read_corpus(name) if len(json.dumps(row)) < 8_000]
     tally = run(random.Random(4).sample(rows, count), byte_tokens, 200)
@@ -129,7 +129,7 @@ def same_masks(row, tokenizer, states):
     return places
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(None, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("count", [24, pytest.param(None, marks=pytest.mark.proof)])
 def test_both_engines_give_the_same_masks_over_the_corpora(count, read_corpus, trained_tokens):
     rows = read_corpus("maskbench_sample.jsonl") + read_corpus("suite_2020_typed.jsonl")
     if count:

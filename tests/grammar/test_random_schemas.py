@@ -123,7 +123,7 @@ def _check_documents(schema, samples, tokenizer):
             assert not walks(compiled, document, schema), ("the ledger says ENFORCED", document, compiled.ledger)
 
 
-@settings(max_examples=60, **_SETTINGS)
+@settings(max_examples=30, **_SETTINGS)
 @given(roots, st.lists(documents, min_size=4, max_size=8))
 def test_accepted_exactly_where_jsonschema_accepts(byte_tokens, schema, samples):
     _check_documents(schema, samples, byte_tokens)
@@ -152,7 +152,7 @@ def _written(compiled, rng, limit=160):
     return text.decode() if cursor.accepting else None
 
 
-@settings(max_examples=60, **_SETTINGS)
+@settings(max_examples=30, **_SETTINGS)
 @given(roots, st.integers(0, 2**32))
 def test_what_is_written_is_valid(byte_tokens, schema, seed):
     compiled = _compiled(schema, byte_tokens)

@@ -34,7 +34,7 @@ def _accepts(node, text):
     return state >= 0 and bool(automaton.accepting[state])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(patterns, st.lists(texts, min_size=3, max_size=8))
 def test_whole_matches_agree_with_re(pattern, samples):
     node = syntax.whole(syntax.parse(pattern))
@@ -45,7 +45,7 @@ def test_whole_matches_agree_with_re(pattern, samples):
         assert (state >= 0 and bool(automaton.accepting[state])) == (compiled.fullmatch(text) is not None), (pattern, text)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["", "^", "^^"]), patterns, st.sampled_from(["", "$", "|^b", "|b$", "$|^a"]), texts)
 def test_matches_anywhere_agree_with_re(left, pattern, right, text):
     whole = f"{left}{pattern}{right}"
@@ -55,7 +55,7 @@ def test_matches_anywhere_agree_with_re(left, pattern, right, text):
     assert _accepts(node, text) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(patterns, texts)
 def test_what_is_written_is_read_again(pattern, text):
     node = syntax.parse(pattern)
