@@ -10,6 +10,7 @@ import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from agentrt.errors import UserError
@@ -19,6 +20,9 @@ DEFAULT_MAX_TOKENS = 128
 
 _FIELDS = tuple(f.name for f in fields(SamplingParams))
 _KNOWN = frozenset(_FIELDS)
+_all_of = attrgetter(*_FIELDS)
+_PUT: tuple[Callable[[SamplingParams, Any], None], ...] = tuple(getattr(SamplingParams, name).__set__ for name in _FIELDS)
+_PUT_SEED = _PUT[_FIELDS.index("seed")]
 
 #: Options that a run takes as defaults for every gen; the rest of SamplingParams belongs to one gen alone.
 RUN_FIELDS = frozenset(_FIELDS) - frozenset(CONSTRAINT_FIELDS) - {"tool_choice", "parallel_tool_calls"}
@@ -139,9 +143,9 @@ class Sampling:
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     # All but the seed was checked when `params` was made; checking it again would cost a third of a gen's whole overhead.
     copy = object.__new__(SamplingParams)
-    for name in _FIELDS:
-        object.__setattr__(copy, name, getattr(params, name))
-    object.__setattr__(copy, "seed", seed)
+    for put, value in zip(_PUT, _all_of(params), strict=True):
+        put(copy, value)
+    _PUT_SEED(copy, seed)
     return copy
 
 
