@@ -23,14 +23,15 @@ import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrt.cache.radix_tree import Node, PrefixKey, RadixTree
 
-HISTORY_POOLS = 16
-"""How many times the pool's pages the history remembers; with 4, long waits were seen too rarely on the Mooncake traces."""
+HISTORY_POOLS = 64
+"""How many times the pool's pages the history remembers; with 16, long waits were seen too rarely on the Mooncake traces."""
 
 HISTORY_PAGES = 8_000_000
 """Most pages that it remembers all the same, at 8 bytes a page; but never fewer than twice the pool."""
@@ -38,14 +39,17 @@ HISTORY_PAGES = 8_000_000
 SAMPLE = 32
 """Leaves among which the next to go is looked for; 8 do nearly as well, 200 no better."""
 
+BEGUN = 0.2
+"""A leaf of which n pages went already is worth (n + 1) ** -BEGUN of what the counts say: that it was the least before says something too."""
+
 _USES = 3  # used once, twice, more
 _TAILS = 8  # octaves of distance from the end of the request
 _CLASSES = _USES * _TAILS
 _BINS_PER_OCTAVE = 4
 _OCTAVES = 12
 _BINS = _OCTAVES * _BINS_PER_OCTAVE
-_SPELLS = 256
-_MEMORY = 8  # when uses of so many times the longest wait are counted, all counts are halved, so that habits can change
+_SPELLS = 1024
+_MEMORY = 2  # when uses of so many times the longest wait are counted, all counts are halved, so that habits can change
 _LATER = np.triu(np.ones((_BINS, _BINS), dtype=bool))
 
 Counts = NDArray[np.float64]
@@ -57,14 +61,19 @@ class Waits:
     A *spell* begins when a page is used and ends with its next use. Spells that still last count too, since long waits would
     be thought rarer than they are (Kaplan and Meier, 1958).
 
+    Few spells are seen of some classes, so what is thought of a class at first is that its uses come at the same times as everybody's, only
+    more often or more seldom (proportional hazards: Cox, 1972); its own counts take over as they grow.
+
     Args:
-        longest: Longest wait that is told from longer ones, in pages asked for.
+        pool: The cache's pages. Waits of up to `HISTORY_POOLS` times as many pages asked for are told from one another.
 
     Attributes:
         worth: Uses expected per page of room and page of time, by class and bin of the wait so far.
     """
 
-    def __init__(self, longest: float) -> None:
+    def __init__(self, pool: int) -> None:
+        longest = HISTORY_POOLS * pool
+        self._belief = pool / 3  # pages at risk for which the common shape counts; no figure depends on it much
         self._unit = longest / 2**_OCTAVES  # the first bin holds all shorter waits
         self._width = longest / (_SPELLS - 1)
         self._most = _MEMORY * longest
@@ -99,13 +108,7 @@ class Waits:
 
     def learn(self, now: float) -> None:
         """Works out the worth anew from the counts."""
-        lasting: Counts = np.zeros((_CLASSES, _BINS))
-        for back in range(min(_SPELLS, self._newest + 1)):
-            slot = self._newest - back
-            lasting[:, self.bin(now - (slot + 0.5) * self._width)] += self._lasting[:, slot % _SPELLS]
-        # Of the pages that waited at least until a bin, the share whose use came in it.
-        reached = np.cumsum((self._ended + lasting)[:, ::-1], axis=1)[:, ::-1] - lasting / 2
-        hazard = np.clip(self._ended / np.maximum(reached, 1.0), 0.0, 1.0)
+        hazard = self._hazard(self._still_lasting(now))
         survives = np.concatenate((np.ones((_CLASSES, 1)), np.cumprod(1 - hazard, axis=1)), axis=1)
         room = np.concatenate((np.zeros((_CLASSES, 1)), np.cumsum(survives[:, :-1] * self._widths, axis=1)), axis=1)
         # Kept from bin a to the end of bin b: survives[a] - survives[b+1] uses, for room[b+1] - room[a]; the best b counts.
@@ -115,6 +118,43 @@ class Waits:
         self.worth = density.max(axis=2).tolist()
         if self._ended.sum() > self._most:
             self._ended /= 2
+
+    def _still_lasting(self, now: float) -> Counts:
+        """Spells that have not ended, by class and bin of their wait so far."""
+        slots = self._newest - np.arange(min(_SPELLS, self._newest + 1))
+        waits = np.maximum(now - (slots + 0.5) * self._width, self._unit)
+        bins = np.where(waits > self._unit, 1 + (_BINS_PER_OCTAVE * np.log2(waits / self._unit)).astype(int), 0)
+        lasting: Counts = np.zeros((_CLASSES, _BINS))
+        np.add.at(lasting.T, np.minimum(bins, _BINS - 1), self._lasting[:, slots % _SPELLS].T)
+        return lasting
+
+    def _hazard(self, lasting: Counts) -> Counts:
+        """Of the pages that waited at least until a bin, the share whose use came in it."""
+        reached = np.maximum(np.cumsum((self._ended + lasting)[:, ::-1], axis=1)[:, ::-1] - lasting / 2, 0.0)
+        everybody: Counts = self._ended.sum(axis=0) / np.maximum(reached.sum(axis=0), 1.0)
+        factor: Counts = self._ended.sum(axis=1) / np.maximum(reached @ everybody, 1e-12)
+        first_thought = np.outer(factor, everybody)
+        hazard: Counts = np.clip((self._ended + self._belief * first_thought) / (reached + self._belief), 0.0, 1.0)
+        return hazard
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """What is known of a leaf that may go.
+
+    Attributes:
+        index: Its place in the list of all.
+        kind: The class of its last page; -1: the history has forgotten it.
+        last: When that was last asked for.
+        portion: How many of its pages, from the end, are of that class.
+        share: What the counts' worth is multiplied by, as pages that followed have gone before.
+    """
+
+    index: int
+    kind: int
+    last: float
+    portion: int
+    share: float
 
 
 class Adaptive:
@@ -131,7 +171,7 @@ class Adaptive:
         self._now = 0  # pages asked for so far
         self._random = random.Random(seed)
         self._leaves: list[Node] = []
-        self._known: dict[Node, tuple[int, int, float, int]] = {}  # index in _leaves, class, last use, portion
+        self._known: dict[Node, _Leaf] = {}
         self._popped: tuple[Node | None, int] = (None, 0)
         self.fit(1, 1)
 
@@ -140,8 +180,9 @@ class Adaptive:
         self._page_size = page_size
         self._remembered = max(2 * pages, min(HISTORY_POOLS * pages, HISTORY_PAGES))
         self._tail_unit = max(1, pages // 4096)
-        self._waits = Waits(HISTORY_POOLS * pages)
-        self._learns_every = max(64, pages // 32)
+        self._waits = Waits(pages)
+        self._at_once = max(1, pages // 1024)  # from one look: more would make much of one look at a few
+        self._learns_every = max(64, pages // 4)
         self._learns_at = self._learns_every
 
     # -- what is asked for -------------------------------------------------------------------------------------------
@@ -226,14 +267,15 @@ class Adaptive:
         """Ranks an evictable leaf."""
         page_ids = self._page_ids(node.prefix())
         match = self._history.find(node.namespace, page_ids)
-        kind, last, portion = -1, 0.0, len(node.pages)
+        kind, last, portion, share = -1, 0.0, len(node.pages), 1.0
         if match.node is not None and match.length == len(page_ids) // 4 and match.length:
             kind, portion = self._kind(match.node, match.length)
-            last, portion = match.node.last_access, max(1, min(portion, match.offset))
-        index = self._known[node][0] if node in self._known else len(self._leaves)
+            last, portion = match.node.last_access, max(1, min(portion, match.offset, self._at_once))
+            share = float((int(match.node.credit) - match.length) // self._tail_unit + 1) ** -BEGUN
+        index = self._known[node].index if node in self._known else len(self._leaves)
         if index == len(self._leaves):
             self._leaves.append(node)
-        self._known[node] = (index, kind, last, portion)
+        self._known[node] = _Leaf(index, kind, last, portion, share)
 
     def pop(self) -> Node | None:
         """The next to go: of the least worth among a sample, the least recently used of equals."""
@@ -246,14 +288,20 @@ class Adaptive:
                 self.discard(node)
                 continue
             looked += 1
-            _, kind, last, _ = self._known[node]
-            worth = self._waits.worth[kind][self._waits.bin(self._now - last)] if kind >= 0 else -1.0
-            if best is None or (worth, last) < least:
-                best, least = node, (worth, last)
+            leaf = self._known[node]
+            rank = self._worth(leaf), leaf.last
+            if best is None or rank < least:
+                best, least = node, rank
         if best is not None:
-            self._popped = (best, self._known[best][3])
+            self._popped = (best, self._known[best].portion)
             self.discard(best)
         return best
+
+    def _worth(self, leaf: _Leaf) -> float:
+        """Uses to expect of a page of it, for the room and time; of what the history has forgotten, none."""
+        if leaf.kind < 0:
+            return -1.0
+        return leaf.share * self._waits.worth[leaf.kind][self._waits.bin(self._now - leaf.last)]
 
     def portion(self, node: Node) -> int:
         """How many pages, off the end of the leaf that `pop` just gave, are of the same worth."""
@@ -262,9 +310,9 @@ class Adaptive:
 
     def discard(self, node: Node) -> None:
         """Forgets a node that has gone."""
-        entry = self._known.pop(node, None)
-        if entry is not None:
+        leaf = self._known.pop(node, None)
+        if leaf is not None:
             last = self._leaves.pop()
             if last is not node:
-                self._leaves[entry[0]] = last
-                self._known[last] = (entry[0], *self._known[last][1:])
+                self._leaves[leaf.index] = last
+                self._known[last].index = leaf.index
