@@ -183,16 +183,17 @@ def _with_llguidance(spec: GrammarSpec, vocabulary: Vocabulary, build: Callable[
         GrammarError: The constraint is malformed, refers to what is not there, or nothing can satisfy it.
     """
     plain = spec.jump_forward == "exact_masked"
+    canonical = vocabulary.canonical  # otherwise text cannot be tokenised, so nothing is forced
     attempt: Attempt | None = Attempt()
     while attempt is not None:
         built = build(attempt)
-        grammars = _without_forcing(built.grammars) if plain else built.grammars
+        grammars = _without_forcing(built.grammars) if plain or not canonical else built.grammars
         try:
             template = compiled_template(json.dumps({"grammars": grammars}, ensure_ascii=False), vocabulary)
             break
         except GrammarError as error:
             attempt = _next_attempt(attempt, spec, built.ledger, error)
-    return _Parts(built.ledger, "llguidance", lambda: LlguidanceMatcher(template, plain), built.verify, 10 * len(spec.source))
+    return _Parts(built.ledger, "llguidance", lambda: LlguidanceMatcher(template, plain, forces=canonical), built.verify, 10 * len(spec.source))
 
 
 def _next_attempt(attempt: Attempt, spec: GrammarSpec, ledger: Ledger, error: GrammarError) -> Attempt:

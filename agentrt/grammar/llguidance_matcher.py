@@ -75,10 +75,11 @@ def _first_lines(message: str) -> str:
 class LlguidanceMatcher:
     """One sequence's position in a grammar of llguidance's."""
 
-    def __init__(self, template: llguidance.LLMatcher, plain: bool = False) -> None:
-        """`plain`: the template was compiled without forcing, so masks are the grammar's own and forced runs only drafts."""
+    def __init__(self, template: llguidance.LLMatcher, plain: bool = False, forces: bool = True) -> None:
+        """`plain`: the template was compiled without forcing, so masks are the grammar's own and forced runs only drafts; `forces`: there are such runs."""
         self.matcher = template.deep_copy()
         self._plain = plain
+        self._forces = forces
 
     def fill(self, out: NDArray[np.int32]) -> None:
         """Writes the mask into `out`, int32 [words]; contiguous."""
@@ -97,6 +98,8 @@ class LlguidanceMatcher:
 
     def forced(self) -> list[int]:
         """The canonical tokens that must come next."""
+        if not self._forces:
+            return []
         if self._plain:
             self.matcher.compute_ff_bytes()  # without it, a template without forcing finds nothing
         return list(self.matcher.compute_ff_tokens())

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import agentrt.grammar as grammar
-from agentrt.grammar import compiler
+from agentrt.grammar import choices_spec, compile, compiler, json_schema_spec
+from agentrt.grammar.check import ByteTokenizer
 from agentrt.grammar.jump_forward import canonical_run
 from agentrt.grammar.vocabulary import vocabulary_of
 from agentrt.request import GrammarSpec
@@ -155,3 +156,21 @@ def test_which_engine_follows_from_the_spec_alone(trained_tokens):
     }
     for _ in range(2):
         assert {spec: cache.compile(spec, trained_tokens).engine for spec in kinds} == kinds
+
+
+class _RewritingTokenizer(ByteTokenizer):
+    """As one with a normaliser and a prefix space: its tokens spell another text than it was given."""
+
+    def encode(self, text, *, bos=False, special=False):
+        return super().encode(" " + text.lower())
+
+
+def test_a_tokenizer_that_rewrites_text_forces_nothing_and_can_still_write_it():
+    tokenizer = _RewritingTokenizer()
+    for spec in (json_schema_spec({"const": {"Aa": 1}}), json_schema_spec({"const": {"Aa": 1}}, engine="fsm"), choices_spec(['{"Aa": 1}'])):
+        cursor = compile(spec, tokenizer).cursor()
+        for byte in b'{"Aa": 1}':
+            assert cursor.forced() == []
+            assert cursor.allowed()[byte // 32] >> byte % 32 & 1
+            assert cursor.advance(byte)
+        assert cursor.accepting
