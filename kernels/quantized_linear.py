@@ -114,6 +114,12 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[
     return NativeLinear(native, weight, bias)
 
 
+def is_fast() -> bool:
+    """Whether there is a kernel in this processor's vector instructions, so that fewer bits mean less time."""
+    library = _native()
+    return library is not None and library.linear_isa() != b"plain C"
+
+
 class NativeLinear:
     """The layer on the native kernel; holds the weights in the kernel's own layout."""
 
@@ -172,6 +178,7 @@ def _native() -> ctypes.CDLL | None:
     """The library with its functions' types, or None."""
     library = load("linear")
     if library is not None:
+        library.linear_isa.restype = ctypes.c_char_p
         library.linear_packed_bytes.argtypes = (_LONG, _LONG, _INT, _INT)
         library.linear_packed_bytes.restype = _LONG
         library.linear_pack.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _INT)
@@ -204,5 +211,5 @@ def _compact(*parts: Tensor) -> tuple[Tensor, ...]:
 
 def _divided(groups: Tensor, scale: Tensor) -> Tensor:
     """Groups by their scales; 0 where the scale is."""
-    divisor = scale.float().unsqueeze(-1)
-    return torch.where(divisor == 0, 0.0, groups / divisor)
+    inverse = 1 / scale.float().unsqueeze(-1)
+    return groups * torch.where(inverse.isfinite(), inverse, 0.0)

@@ -19,7 +19,8 @@ from agentrt.engine.kv_store import KVStore, bytes_per_token
 from agentrt.engine.model_runner import ModelRunner
 from agentrt.engine.step_parts import step_parts
 from agentrt.errors import UserError
-from agentrt.models.loader import GenerationDefaults, LoadedModel, load_model
+from agentrt.kernels.quantized_linear import is_fast
+from agentrt.models.loader import GenerationDefaults, LoadedModel, holds_few_bits, load_model
 from agentrt.observe.trace import TraceRecorder
 from agentrt.request import SamplingParams
 from agentrt.scheduling.policy import POLICIES
@@ -45,8 +46,9 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     device = _device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    dtype = _dtype(config.dtype, device)
-    bits = _bits(config.dtype, device)
+    chosen = _chosen(config.dtype, device, folder)
+    dtype = _dtype(chosen)
+    bits = _bits(chosen, device)
     model = load_model(folder, dtype, device, bits=bits)
     max_context = min(model.config.max_context, config.max_context or model.config.max_context)
     page_size = config.cache.page_size or (1 if device.type == "cpu" else 16)
@@ -81,7 +83,7 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
         page_size=page_size,
         vocab_size=model.config.vocab_size,
         max_running=budget.max_running,
-        dtype=f"int{bits}" if bits else str(dtype).removeprefix("torch."),
+        dtype=chosen,
         device=str(device),
         threads=torch.get_num_threads(),
         sampling=_sampling(model.generation),
@@ -101,17 +103,23 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """Of activations. bfloat16 pays only where the processor multiplies it; elsewhere it is emulated, slower than float32."""
-    if name in ("int8", "int4"):
-        return torch.float32  # the kernels take float32 and give it
+def _chosen(name: str, device: torch.device, folder: Path) -> str:
+    """What "auto" means here.
+
+    On a CPU, weights that lie quantised in the folder run in their own bits, since a step's time is reading them.
+    bfloat16 pays only where the processor multiplies it; elsewhere it is emulated, slower than float32.
+    """
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return name
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
+
+
+def _dtype(chosen: str) -> torch.dtype:
+    """Of activations and KV; the kernels of few bits take float32 and give it."""
+    dtype: torch.dtype = torch.float32 if chosen in ("int8", "int4") else getattr(torch, chosen)
+    return dtype
 
 
 def _bits(name: str, device: torch.device) -> int | None:

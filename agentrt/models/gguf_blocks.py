@@ -28,6 +28,10 @@ class GgufBlocks:
         self._file: Any = safe_open(path, framework="pt") if path.exists() else None
         self._kinds: dict[str, str] = {} if self._file is None else self._file.metadata() or {}
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._kinds)
+
     def __call__(self, name: str, values: Tensor) -> list[QuantizedWeight]:
         """The parts of a matrix, its rows in order; empty if it is not stored quantised.
 

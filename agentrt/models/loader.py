@@ -168,6 +168,17 @@ def load_model(
     return LoadedModel(decoder, config, GenerationDefaults.from_hf(generation, config.eos_ids))
 
 
+def holds_few_bits(folder: Path) -> bool:
+    """Whether the native decoder runs this model and its matrices lie there quantised, so that `bits=4` uses them as they are.
+
+    Raises:
+        ModelError: If there is no readable config.json.
+    """
+    hf = _read_json(folder / "config.json")
+    method = (hf.get("quantization_config") or {}).get("quant_method")
+    return is_native(hf) and (method in ("gptq", "awq") or bool(GgufBlocks(folder)))
+
+
 class TensorFiles:
     """The safetensors of a folder, by tensor name; mapped, so a tensor's memory is the file's until it is changed.
 

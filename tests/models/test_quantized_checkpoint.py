@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrt.errors import ModelError
-from agentrt.models.loader import load_model
+from agentrt.models.loader import holds_few_bits, load_model
 
 #: GPTQ and AWQ pack eight outputs or inputs, and a group has 32 inputs.
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
@@ -102,6 +102,8 @@ def logits(folder: Path, paged: Any, bits: int | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_checkpoint_is_the_model_it_means(kind: str, tiny: Callable[..., Any], paged: Any, tmp_path: Path) -> None:
     write(tmp_path, tiny("Qwen2", **SHAPE), kind)
+    assert holds_few_bits(tmp_path / "stored") == (kind == "awq" or "gptq" in kind)
+    assert not holds_few_bits(tmp_path / "meant")
     meant = logits(tmp_path / "meant", paged)
     torch.testing.assert_close(logits(tmp_path / "stored", paged), meant)
     # In 4 bits what is stored in 4 is used as it is; only activations are rounded. Other kinds are put into 8 or 4 bits.
