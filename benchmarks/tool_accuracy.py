@@ -139,25 +139,37 @@ async def ask(http: httpx.AsyncClient, model: str, row: Mapping[str, Any], mode:
     return Result(row["id"], calls, bool(calls), valid, right, whole["usage"]["completion_tokens"], time.perf_counter() - begun)
 
 
-async def run_mode(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mode: str) -> list[Result]:
+class Answers:
+    """The answers so far, by mode and row, and the seconds that each mode took; on disk after every answer, if there is a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        earlier = json.loads(path.read_text()) if path and path.exists() else {"answers": {}, "seconds": {}}
+        self.path = path
+        self.by_mode = {mode: {each["row"]: Result(**each) for each in answers} for mode, answers in earlier["answers"].items()}
+        self.seconds: dict[str, float] = earlier["seconds"]
+
+    def save(self, **more: Any) -> None:
+        if self.path:
+            answers = {mode: [asdict(result) for result in rows.values()] for mode, rows in self.by_mode.items()}
+            self.path.write_text(json.dumps({"answers": answers, "seconds": self.seconds, **more}, indent=1))
+
+
+async def run_mode(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mode: str, answers: Answers) -> list[Result]:
+    """Asks what has no answer yet; gives all answers in the order of the rows."""
     gate = asyncio.Semaphore(args.concurrency)
     headers = {"Authorization": f"Bearer {args.api_key}"}
-    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=600) as http:
+    known = answers.by_mode.setdefault(mode, {})
+    before, begun = answers.seconds.get(mode, 0.0), time.perf_counter()
+    async with httpx.AsyncClient(base_url=args.url, headers=headers, timeout=None) as http:
 
-        async def one(row: Mapping[str, Any]) -> Result:
+        async def one(row: Mapping[str, Any]) -> None:
             async with gate:
-                return await ask(http, args.model, row, mode, args.max_tokens, args.extra)
+                known[row["id"]] = await ask(http, args.model, row, mode, args.max_tokens, args.extra)
+                answers.seconds[mode] = before + time.perf_counter() - begun
+                answers.save()
 
-        return list(await asyncio.gather(*map(one, rows)))
-
-
-def known_answers(path: Path | None) -> dict[str, dict[str, Any]]:
-    """What an earlier run wrote: for each mode its seconds and its answers by row."""
-    if path is None or not path.exists():
-        return {}
-    earlier = json.loads(path.read_text())
-    seconds = {line["mode"]: line["seconds"] for line in earlier["table"]}
-    return {mode: {"seconds": seconds[mode], "rows": {each["row"]: Result(**each) for each in answers}} for mode, answers in earlier["answers"].items()}
+        await asyncio.gather(*(one(row) for row in rows if row["id"] not in known))
+    return [known[row["id"]] for row in rows]
 
 
 def paired(one: Sequence[Result], other: Sequence[Result], seed: int) -> tuple[float, float, float]:
@@ -184,17 +196,13 @@ def main() -> None:
     args = parser.parse_args()
     rows = corpus(args.limit, args.rows)
     results: dict[str, list[Result]] = {}
-    known = known_answers(args.json)
+    answers = Answers(args.json)
     table = []
     print(f"{len(rows)} requests ({args.rows} rows), greedy, {args.concurrency} at a time, bootstrap seed {args.seed}")
     print(f"{'tool_choice':<12}{'parsed':>8}{'valid':>8}{'right':>8}{'share':>9}{'tokens':>9}{'seconds':>9}", flush=True)
     for mode in args.modes:
-        earlier = known.get(mode, {"seconds": 0.0, "rows": {}})
-        begun = time.perf_counter()
-        new = asyncio.run(run_mode(args, [row for row in rows if row["id"] not in earlier["rows"]], mode))
-        seconds = earlier["seconds"] + time.perf_counter() - begun
-        by_row = earlier["rows"] | {result.row: result for result in new}
-        results[mode] = [by_row[row["id"]] for row in rows]
+        results[mode] = asyncio.run(run_mode(args, rows, mode, answers))
+        seconds = answers.seconds.get(mode, 0.0)
         line = {name: sum(getattr(result, name) for result in results[mode]) for name in ("parsed", "valid", "right", "tokens")}
         line |= {"mode": mode, "seconds": round(seconds, 1)}
         table.append(line)
@@ -205,9 +213,7 @@ def main() -> None:
             differences[f"{one} - {other}"] = paired(results[one], results[other], args.seed)
             mean, low, high = differences[f"{one} - {other}"]
             print(f"{one} - {other}: {mean:+.1%}, 95% from {low:+.1%} to {high:+.1%}")
-    if args.json:
-        answers = {mode: [asdict(result) for result in each] for mode, each in results.items()}
-        args.json.write_text(json.dumps({"rows": len(rows), "table": table, "differences": differences, "answers": answers}, indent=1))
+    answers.save(rows=len(rows), table=table, differences=differences)
 
 
 if __name__ == "__main__":
