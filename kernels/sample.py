@@ -1,9 +1,10 @@
 """Sampling on the device, without sorting the vocabulary: greedy, plain, top-k, top-p and min-p rows in one launch.
 
 Whatever needs an order (the k-th largest logit, where the nucleus ends, which token a number falls on) is found by bisection of
-a threshold: how many tokens, or how much probability, lies at or above it takes one pass over a row that stays in cache. A
-threshold is a float's bits made to ascend with it, so bisection ends on an exact logit after at most 32 passes. (FlashInfer
-samples without a sort by rejection; a threshold keeps one random number a token.)
+a threshold: how many tokens, or how much probability, lies at or above it takes one pass over a row. A threshold is a float's bits
+made to ascend with it, so bisection ends on an exact logit after at most 32 passes. The first few passes, until the tokens that may
+be kept are few, are over the whole row; those tokens are then set aside in the order of their ids, and all other passes are over
+them. (FlashInfer samples without a sort by rejection; a threshold keeps one random number a token.)
 
 The rule is `agentrt.engine.sampler`'s: a number u in [0, 1) inverts the cumulative distribution, over all tokens in the order of
 their ids, or, truncated, over the kept tokens from the likeliest down, equal ones in the order of their ids. Sums are float32 in
@@ -22,6 +23,8 @@ NOTHING_ALLOWED = -2
 #: Below this temperature the likeliest token is taken.
 COLDEST = 1e-5
 _BLOCK = 4096
+#: Tokens of a row that are set aside at most; where more may be kept, every pass is over the whole row.
+_ASIDE = 4096
 
 
 @triton.jit
@@ -123,8 +126,46 @@ def _draw_plain(row, vocab, number, peak, warmth, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, BLOCK: tl.constexpr):
-    """Draws among the top-k, of these the top-p, of these the min-p tokens, from the likeliest down."""
+def _floor(row, vocab, peak, warmth, top_k, top_p, min_p, whole, most, BLOCK: tl.constexpr):
+    """A key that every token to be kept reaches, and how many tokens reach it: at most `most`, if such a key is found."""
+    low, high = _key(tl.full([], float("-inf"), tl.float32)), _key(peak)
+    if (top_k == 0) & (top_p == 1.0):  # min-p alone says it; by half of what would do, since logarithms are rounded
+        low = tl.maximum(low, _key(peak + tl.log(min_p * 0.5) / warmth))
+        high = low
+    reached = _count(row, vocab, low, BLOCK)
+    while (reached > most) & (low < high):
+        middle = _middle(low, high)
+        count = _count(row, vocab, middle, BLOCK)
+        enough = count >= top_k
+        if top_k == 0:
+            enough = _mass(row, vocab, middle, peak, warmth, 0.0, BLOCK) >= top_p.to(tl.float64) * whole
+        low = tl.where(enough, middle, low)
+        reached = tl.where(enough, count, reached)
+        high = tl.where(enough, high, middle - 1)
+    return low, reached
+
+
+@triton.jit
+def _set_aside(row, vocab, floor, values, ids, BLOCK: tl.constexpr):
+    """Writes the tokens that reach a key, and their logits, in the order of ids."""
+    before = tl.zeros([], tl.int32)
+    for first in range(0, vocab, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        x = tl.load(row + offsets, mask=offsets < vocab, other=float("-inf"))
+        kept = (_key(x) >= floor) & (offsets < vocab)
+        place = before + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(values + place, x, mask=kept)
+        tl.store(ids + place, offsets, mask=kept)
+        before += tl.sum(kept.to(tl.int32), 0)
+    tl.debug_barrier()  # what other threads wrote is read next
+
+
+@triton.jit
+def _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, whole, BLOCK: tl.constexpr):
+    """Draws among the top-k, of these the top-p, of these the min-p tokens, from the likeliest down; the place in the row.
+
+    `whole` is the weight of the model's whole row, of which top-p is a share where there is no top-k.
+    """
     lowest, highest = _key(tl.full([], float("-inf"), tl.float32)), _key(peak)
     # Kept are all tokens above the key `edge`, and the first `ties` of those that are equal to it.
     edge = lowest
@@ -136,11 +177,8 @@ def _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, BLOCK
     edge_weight = tl.exp((edge_logit - peak) * warmth).to(tl.float64)
     above = _mass(row, vocab, edge + 1, peak, warmth, 0.0, BLOCK)
     if top_p < 1.0:
-        share = top_p.to(tl.float64) * (above + ties * edge_weight)
-        # Without top-k, even all tokens below this weigh less than what top-p leaves out.
-        floor = peak + tl.log((1.0 - top_p) / (2.0 * vocab)) / warmth
-        low = tl.where(top_k > 0, edge, tl.maximum(edge, _key(floor)))
-        nucleus = _reaching(row, vocab, share, low, highest, peak, warmth, 0.0, False, BLOCK)
+        share = top_p.to(tl.float64) * tl.where(top_k > 0, above + ties * edge_weight, whole)
+        nucleus = _reaching(row, vocab, share, edge, highest, peak, warmth, 0.0, False, BLOCK)
         if nucleus > edge:
             edge = nucleus
             ties = _count(row, vocab, edge, BLOCK) - _count(row, vocab, edge + 1, BLOCK)
@@ -167,7 +205,7 @@ def _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, BLOCK
 
 
 @triton.jit
-def _sample(logits, ways, tokens, rows, stride, vocab, BLOCK: tl.constexpr):
+def _sample(logits, ways, tokens, aside, aside_ids, rows, stride, vocab, ASIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Program (row)."""
     place = tl.program_id(0)
     row = logits + place.to(tl.int64) * stride
@@ -191,27 +229,40 @@ def _sample(logits, ways, tokens, rows, stride, vocab, BLOCK: tl.constexpr):
         token = tl.full([], -2, tl.int32)
     elif (temperature >= 1e-5) & (top_k != 1):
         if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-            token = _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, BLOCK)
+            whole = _mass(row, vocab, _key(tl.full([], float("-inf"), tl.float32)), peak, warmth, 0.0, BLOCK)
+            floor, reached = _floor(row, vocab, peak, warmth, top_k, top_p, min_p, whole, ASIDE, BLOCK)
+            if reached <= ASIDE:
+                values, ids = aside + place * ASIDE, aside_ids + place * ASIDE
+                _set_aside(row, vocab, floor, values, ids, BLOCK)
+                token = tl.load(ids + _draw_truncated(values, reached, number, peak, warmth, top_k, top_p, min_p, whole, ASIDE))
+            else:
+                token = _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, whole, BLOCK)
         else:
             token = _draw_plain(row, vocab, number, peak, warmth, BLOCK)
     tl.store(tokens + place, token)
 
 
-def sample(logits: Tensor, ways: Tensor) -> Tensor:
+def sample(logits: Tensor, ways: Tensor, most: int = _ASIDE) -> Tensor:
     """Chooses a token for each row.
 
     Args:
         logits: float32 [rows, vocab], the last dimension contiguous; neither NaN nor plus infinity.
         ways: float64 [5, rows], contiguous: temperatures (below `COLDEST` the likeliest token is taken); top-k, 0 for off; top-p,
             1 for off; min-p, 0 for off; random numbers in [0, 1).
+        most: Tokens of a row that are set aside at most, a power of two.
 
     Returns:
         int32 [rows]: tokens; `NOTHING_ALLOWED` where every logit is minus infinity.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    most = min(most, triton.next_power_of_2(vocab))
+    aside = torch.empty((rows, most), dtype=torch.float32, device=logits.device)
+    aside_ids = torch.empty((rows, most), dtype=torch.int32, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _sample[(rows,)](logits, ways, tokens, rows, logits.stride(0), vocab, BLOCK=block, num_warps=8, num_stages=1)
+    _sample[(rows,)](
+        logits, ways, tokens, aside, aside_ids, rows, logits.stride(0), vocab, ASIDE=most, BLOCK=block, num_warps=16, num_stages=1
+    )
     return tokens
 
 
