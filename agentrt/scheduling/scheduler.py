@@ -2,8 +2,9 @@
 
 One rule for all work: in a step every chosen sequence contributes a run of new tokens on top of its computed ones, under
 a budget of tokens. The order is: sequences that run, oldest first; then waiting ones, in the policy's order. When the
-pool is empty the youngest running sequence gives its pages back and waits again (preemption by recompute; what it had
-published stays in the tree while there is room), so the oldest can always go on, and nothing waits for ever.
+pool is empty the running sequence of least priority, and of these the youngest, gives its pages back and waits again (preemption by
+recompute; what it had published stays in the tree while there is room). One that had to give way `PATIENCE` times goes before all
+priorities, so the oldest of these can always go on, and nothing waits, or begins anew, for ever.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ ABSENT_SHARE = 0.5
 
 #: Sequences that one step parks beside a sibling: 10,000 may wait for one prefix.
 PARKED_PER_STEP = 16
+
+#: Times that a sequence gives way to higher priorities; after these, only to an older one of the same fate.
+PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +242,8 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """Whoever gives way: least priority, then the latest to have arrived."""
-        return min(self._running.values(), key=lambda s: (s.request.priority, -s.arrival, -s.sequence_id))
+        """Whoever gives way: least priority, then the latest to have arrived; last those whose patience is at an end."""
+        return min(self._running.values(), key=_standing)
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.preemptions += 1
@@ -606,3 +610,9 @@ class Scheduler:
         pages = np.frombuffer(sequence.pages[first : self._pages_for(stop)], dtype=np.int32)
         slots = (pages[:, None] * size + self._in_page).ravel()
         return array("i", slots[start - first * size : stop - first * size].tobytes())
+
+
+def _standing(sequence: Sequence) -> tuple[bool, int, float, int]:
+    """Who keeps its pages: the greater of two. Once patience has ended, age alone counts, so of any two the same one always goes on."""
+    enough = sequence.preemptions >= PATIENCE
+    return enough, 0 if enough else sequence.request.priority, -sequence.arrival, -sequence.sequence_id

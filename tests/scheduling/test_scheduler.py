@@ -15,7 +15,7 @@ from agentrt.request import FinishReason, Request, SamplingParams
 from agentrt.scheduling.admission import TURNS
 from agentrt.scheduling.growth import Growth
 from agentrt.scheduling.policy import POLICIES
-from agentrt.scheduling.scheduler import Budget, Scheduler
+from agentrt.scheduling.scheduler import PATIENCE, Budget, Scheduler
 from agentrt.scheduling.sequence import Sequence
 
 ENDS = frozenset({7})
@@ -183,6 +183,25 @@ def test_the_oldest_gets_its_turns_while_better_ones_keep_coming(model, policy):
         assert len(overtook) <= TURNS * (older + 1)
     assert lonely[0].first_admission > 10  # the policy had its way until then
     run_all(scheduler, cache, model)
+
+
+def test_one_of_low_priority_is_not_preempted_for_ever(model):
+    """High priorities fill the pool again and again: whoever had to give way often enough for them is left to end."""
+    clock = Clock()
+    scheduler, cache = make_scheduler(pages=56, step_tokens=64, max_running=3, max_wait=5.0, clock=clock, growth=Hopeful())
+    low = make_sequence([45] * 10, max_tokens=45)
+    low.end_ids = frozenset()
+    scheduler.add(low)
+    while low.finish_reason is None:
+        clock.now += 1.0
+        if scheduler.waiting < 10:
+            high = make_sequence([int(clock.now) % 40, int(clock.now) // 40] * 5, max_tokens=30, arrival=clock.now, priority=1)
+            high.end_ids = frozenset()
+            scheduler.add(high)
+        step(scheduler, cache, model)
+        assert clock.now < 4_000, "it starves"
+    assert low.preemptions == PATIENCE  # 11 times without it
+    assert len(output(low)) == 45
 
 
 def test_a_chunked_prefill_leaves_room_for_those_that_decode(model):
