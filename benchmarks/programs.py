@@ -168,11 +168,21 @@ def _ask_once(work: Callable[[bool], States], quick: bool) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         states = work(quick)
-    except AgentrtError as error:
-        return {"left_out": f"{type(error).__name__}: {error}"}
+    except (AgentrtError, ExceptionGroup) as error:
+        reason = _first(error)
+        if not isinstance(reason, AgentrtError):
+            raise
+        return {"left_out": f"{type(reason).__name__}: {reason}"}
     seconds = time.perf_counter() - started
     totals = joined([state.report() for state in states], program="all").values["totals"]
     return {"programs_per_s": len(states) / seconds, "prompt_tokens": totals["prompt_tokens"], "generated": totals["completion_tokens"]}
+
+
+def _first(error: Exception) -> Exception:
+    """What failed, out of the groups that task groups wrap it in."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def show_peers(figures: dict[str, Any]) -> None:
