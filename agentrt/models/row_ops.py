@@ -1,6 +1,7 @@
 """What a layer does to each row by itself, between matrices and attention: norms, and the gated activation.
 
-Two ways to do it, by the device: torch's operators, which run anywhere, and Triton's kernels, which read and write each row once.
+Three ways to do it, by the device: torch's operators, which run anywhere, and kernels that read and write each row once, Triton's on
+a GPU and native ones on a CPU (`agentrt.models.native_rows`).
 The decoder knows neither. No row ever sees another.
 """
 
@@ -81,7 +82,11 @@ class TritonRows(TorchRows):
 
 
 def row_ops(device: torch.device) -> RowOps:
-    """Triton's on a GPU, where Triton is."""
+    """What suits a device: native kernels on a CPU and Triton's on a GPU, where they can be had."""
+    if device.type == "cpu":
+        from agentrt.models.native_rows import native_rows
+
+        return native_rows()
     return TritonRows() if device.type == "cuda" and find_spec("triton") is not None else TorchRows()
 
 
