@@ -18,9 +18,13 @@ class Answer:
 
 def serve(port: int, answer: Callable[[dict], Answer]) -> None:
     """Answers for ever; `answer` is given the body of each request, from a thread of its own."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = Server(("127.0.0.1", port), Handler)
     server.answer = answer
     server.serve_forever()
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # programs come many at once; five may wait otherwise
 
 
 class Handler(BaseHTTPRequestHandler):

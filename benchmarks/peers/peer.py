@@ -64,7 +64,7 @@ PEERS = {
             "vllm",
             VLLM,
             ("-m", "vllm.entrypoints.openai.api_server", "--model", "{float}", "--served-model-name", "model", "--port", "{port}",
-             "--max-model-len", "8192", "--enable-prefix-caching"),
+             "--max-model-len", "8192", "--enable-prefix-caching", "--gpu-memory-utilization", "0.4"),
         ),
     )
 }  # fmt: skip

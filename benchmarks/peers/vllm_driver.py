@@ -17,7 +17,13 @@ class VLLM:
         self._vllm = vllm
         dtype = "bfloat16" if natively_bfloat16() else "float32"
         self._engine = vllm.LLM(
-            setting.folder, dtype=dtype, max_model_len=setting.context, max_num_seqs=64, enable_prefix_caching=True, disable_log_stats=True
+            setting.folder,
+            dtype=dtype,
+            max_model_len=setting.context,
+            max_num_seqs=64,
+            enable_prefix_caching=True,
+            gpu_memory_utilization=0.4,  # of the machine's memory, which others use too; the KV store has the size that was set
+            disable_log_stats=True,
         )
         self.about = f"vLLM {vllm.__version__}, {dtype}"
         self._computed = self._passes = 0
