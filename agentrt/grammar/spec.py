@@ -6,22 +6,18 @@ text here, and only text goes further. Nothing is compiled here; what is wrong o
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 import re
-import sys
-import typing
 from collections.abc import Mapping, Sequence
-from types import FunctionType, UnionType
-from typing import Any, Literal, NotRequired
+from types import FunctionType
+from typing import Any, Literal
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
-from typing_extensions import TypedDict
 
 from agentrt.errors import ConstraintError, GrammarError
 from agentrt.request import GrammarSpec, SamplingParams
+from agentrt.text.portable_types import portable
 
 Options = dict[str, str | int | bool]
 #: The field of a request that each kind of constraint comes from: what errors call it.
@@ -66,27 +62,10 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     if isinstance(kind, FunctionType):
         raise GrammarError(f"json_schema: {kind!r} is a function; give the type of what it should return", param="json_schema")
     try:
-        return TypeAdapter(_portable(kind))
+        return TypeAdapter(portable(kind))
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
         first = str(error).splitlines()[0]
         raise GrammarError(f"json_schema: {kind!r} is not a type that JSON can hold: {first}", param="json_schema") from error
-
-
-def _portable(kind: Any) -> Any:
-    """The type with `typing.TypedDict`s as typing_extensions', the only ones that pydantic takes before Python 3.12."""
-    if sys.version_info >= (3, 12):
-        return kind
-    if typing.is_typeddict(kind):
-        hints = typing.get_type_hints(kind, include_extras=True)
-        fields = {name: _portable(hint) if name in kind.__required_keys__ else NotRequired[_portable(hint)] for name, hint in hints.items()}
-        make: Any = TypedDict
-        return make(kind.__name__, fields)
-    arguments, origin = typing.get_args(kind), typing.get_origin(kind)
-    if not isinstance(origin, type) or not any(map(typing.is_typeddict, arguments)):
-        return kind
-    made = tuple(map(_portable, arguments))
-    rebuilt: Any = functools.reduce(operator.or_, made) if origin is UnionType else typing.cast(Any, origin)[made]
-    return rebuilt
 
 
 def json_schema_spec(value: Any, *, strict: bool = False, engine: Literal["auto", "llguidance", "fsm"] = "auto", **options: str | int | bool) -> GrammarSpec:

@@ -157,8 +157,10 @@ def _make_model_type(kind: Any) -> ValueType:
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
+    from agentrt.text.portable_types import portable
+
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(kind)
+        adapter: TypeAdapter[Any] = TypeAdapter(portable(kind))
         schema = adapter.json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         raise UserError(f"type={kind!r} has no JSON Schema: {error}", param="type") from error

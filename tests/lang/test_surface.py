@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import typing
 
 import pytest
 
@@ -139,6 +141,19 @@ def test_dtype(scripted):
             s += "Q" + sgl.gen("a", dtype=dtype)
 
         assert program.run(dtype, backend=backend)["a"] == value
+
+
+def test_a_type_may_be_a_typed_dict_of_any_python():
+    class Place(typing.TypedDict):
+        name: str
+        near: typing.NotRequired[list[str]]
+
+    @sgl.function
+    def program(s):
+        s += "Q" + sgl.gen("a", type=list[Place])
+
+    said = '[{"name": "Lindau", "near": ["Bregenz"]}, {"name": "Skagen"}]'
+    assert program.run(backend=ScriptedBackend(said))["a"] == json.loads(said)
 
 
 def test_gen_int_and_gen_string():
