@@ -98,9 +98,7 @@ def tools_lark(functions: Sequence[Mapping[str, Any]], spec: GrammarSpec, attemp
     calls = f"{_quoted(form.open)} call {rest} {_quoted(form.close)}"
     verifiers = {f["name"]: verifier_of(f["parameters"]) for f in offered}
     answer_verifier = None
-    if choice == "required" and form.bare and not many:  # in whichever form the model would have called of itself
-        rules += [f"start: bare_call | {calls}", *_bare_rules(form, offered, functions, attempt)[0]]
-    elif choice != "auto":
+    if choice != "auto":
         rules.append(f"start: {calls}")
     elif answer is not None:
         normal = normalize(json.loads(answer), attempt=attempt)
@@ -134,23 +132,6 @@ def _with_bare_calls(
     Lexemes decide which it is: what begins as a bare call is no free text, nor text before a framed call. There is one bare
     call at most, since a model that forgets the frame also forgets to stop.
     """
-    bare_rules, heads = _bare_rules(form, offered, functions, attempt)
-    not_bare = f"/(?s:.*)/ & ~/({'|'.join(heads)})(?s:.*)/"
-    changed = {
-        "start: TEXT |": "start: bare_call | TEXT |",
-        "head[lazy]: /(?s:.*)/": "head[lazy]: BEFORE",
-        "TEXT: /(?s:.*)/": f"TEXT: {not_bare}",
-    }
-    for old, new in changed.items():
-        rules = [new + rule[len(old) :] if rule.startswith(old) else rule for rule in rules]
-    return [*rules, *bare_rules, f"BEFORE: {not_bare}"]
-
-
-def _bare_rules(
-    form: CallForm, offered: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], attempt: Attempt
-) -> tuple[list[str], list[str]]:
-    """The rules of `bare_call`, and how such calls begin."""
-    rules: list[str] = []
     bare, heads = [], []
     for function in offered:
         number = functions.index(function)
@@ -161,7 +142,15 @@ def _bare_rules(
             bare.append(f"{kind}_{number}")
             rules += [f"{kind}_{number}: {kind.upper()}_{number} bare_arguments_{number} {end}", f"{kind.upper()}_{number}: /{head}/"]
         rules.append(f"bare_arguments_{number}: {_json(normal.whole())}")
-    return [*rules, f"bare_call: {' | '.join(bare)}"], heads
+    not_bare = f"/(?s:.*)/ & ~/({'|'.join(heads)})(?s:.*)/"
+    changed = {
+        "start: TEXT |": "start: bare_call | TEXT |",
+        "head[lazy]: /(?s:.*)/": "head[lazy]: BEFORE",
+        "TEXT: /(?s:.*)/": f"TEXT: {not_bare}",
+    }
+    for old, new in changed.items():
+        rules = [new + rule[len(old) :] if rule.startswith(old) else rule for rule in rules]
+    return [*rules, f"bare_call: {' | '.join(bare)}", f"BEFORE: {not_bare}"]
 
 
 def _bare_head(form: CallForm, name: str, *, fenced: bool) -> str:

@@ -49,16 +49,6 @@ def test_other_families_forms(byte_tokens):
     assert not takes(many, f"[CALLS][{call}")
 
 
-def test_the_one_call_that_is_required_may_lack_its_frame_and_must_be_a_call(byte_tokens):
-    compiled = grammar.compile(grammar.tools_spec(TOOLS, tool_choice="required", parallel=False, bare=True), byte_tokens)
-    call = CALL.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
-    for text in (CALL, call, f"```json\n{call}\n```", f"```\n{call}```"):
-        assert takes(compiled, text), text
-        assert compiled.verify(text) == []
-    for text in ("", "hello", f"So: {call}", f"{call}\n{call}", f"{CALL}\n{CALL}", f"```json\n{call}", "```python\n", '{"name": "other", "arguments": {}}'):
-        assert not takes(compiled, text), text
-
-
 def test_a_call_or_an_answer_that_follows_a_schema(byte_tokens):
     spec = grammar.tools_spec(TOOLS, answer_schema=json.dumps({"type": "array", "items": {"type": "integer"}}))
     compiled = grammar.compile(spec, byte_tokens)
