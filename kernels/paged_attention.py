@@ -53,7 +53,7 @@ def wide_shape(head_dim: int, group: int) -> TileShape:
     if triton.next_power_of_2(group) > 64:
         return TileShape(rows=triton.next_power_of_2(group), keys=32, warps=8, stages=2)
     if head_dim <= 64:
-        return TileShape(rows=128, keys=64, warps=4, stages=3)
+        return TileShape(rows=128, keys=64, warps=8, stages=3)
     if head_dim <= 128:
         return TileShape(rows=128, keys=64, warps=8, stages=2)
     return TileShape(rows=64, keys=32, warps=8, stages=2)

@@ -121,7 +121,7 @@ class TritonAttention:
         tiles = batch.prepared.get((TritonAttention, spec.window))
         if not isinstance(tiles, DeviceTiles):
             host, sections = self.pack(batch, spec.window)
-            tiles = batch.prepared[TritonAttention, spec.window] = sections.on(torch.from_numpy(host).to(self._device, non_blocking=True))
+            tiles = batch.prepared[TritonAttention, spec.window] = sections.on(self._sent(torch.from_numpy(host)))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         parts = torch.empty((tiles.part_rows, *q.shape[1:]), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((tiles.part_rows, q.shape[1]), dtype=torch.float32, device=q.device)
@@ -135,6 +135,10 @@ class TritonAttention:
         attend(tiles.wide, self._wide)
         merge_parts(parts, part_lse, tiles.merge_tokens, tiles.merge_starts, tiles.merge_members, out)
         return out
+
+    def _sent(self, host: Tensor) -> Tensor:
+        """The lists on the device, without waiting for the copy."""
+        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
 
     def reserve(
         self, batch: AttentionBatch, windows: Iterable[int | None], runs: int, tokens: int, *, pinned: bool

@@ -130,13 +130,13 @@ class ForwardBatch:
         """The same on a device, sent in one copy from pinned memory, for which nobody waits.
 
         Args:
-            device: A GPU.
+            device: Where to; a GPU, or a CPU in tests.
             slots: Whether each run's slots are wanted there too, or stay here for an attention that plans on the host.
         """
         attention = self.attention
         parts = [self.token_ids, self.positions, attention.new_slots, self.logits_rows, *(attention.slots if slots else ())]
         sizes = [len(part) for part in parts]
-        packed = torch.cat(parts, out=torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True))
+        packed = torch.cat(parts, out=torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda"))
         token_ids, positions, new_slots, logits_rows, *rest = packed.to(device, non_blocking=True).split(sizes)
         moved = replace(attention, new_slots=new_slots, slots=tuple(rest) if slots else attention.slots, prepared={})
         return ForwardBatch(token_ids, positions, moved, logits_rows, self.scored)

@@ -42,6 +42,7 @@ def make_store(slots: int, batch: AttentionBatch, generator: torch.Generator) ->
     return store[0], store[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "kinds", "shared"),
     [
@@ -89,6 +90,7 @@ def test_lists_fit_a_fixed_room_whatever_the_step_is():
             assert int((fixed[sections.narrow : sections.wide].reshape(-1)[1::6] > 0).sum()) == fitting.capacity.narrow
 
 
+@pytest.mark.slow
 def test_a_step_in_a_fixed_room_is_the_same_step():
     """As a captured graph runs it: idle tiles, merges and rows beside the real ones, which are not disturbed."""
     generator = torch.Generator().manual_seed(0)

@@ -15,6 +15,8 @@ from agentrt.engine.device_sampler import DeviceSampler
 from agentrt.engine.sampler import Row, Sampler
 from agentrt.request import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 320
 WAYS = ({"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1, "top_k": 40}, {"temperature": 0.5, "top_p": 0.9})
 

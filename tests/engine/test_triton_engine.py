@@ -22,20 +22,20 @@ from agentrt.engine.kv_store import KVStore
 from agentrt.engine.step_parts import step_parts
 from agentrt.models.loader import load_model
 
-PREFIX = [(7 * place) % 300 for place in range(140)]
-GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+PREFIX = [(7 * place) % 300 for place in range(133)]
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 def answers(folder: Path, **options: object) -> list[list[int]]:
     with Engine(str(folder), process=False, check=True, dtype="float32", kv_tokens=2048, threads=1, **options) as engine:
-        completions = [engine.generate(PREFIX, GREEDY)]
-        completions += engine.generate([[*PREFIX, 5, branch] for branch in range(2)], GREEDY)  # one cached prefix under two branches
+        completions = engine.generate([[*PREFIX, 5, branch] for branch in range(2)], GREEDY)  # one prefix under two branches
         completions.append(engine.generate([1, 2, 3], SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=2)))
         completions.append(engine.generate("yes or no? ", SamplingParams(temperature=0, max_tokens=8, grammar=agentrt.GrammarSpec("choices", '["yes", "no"]'))))
         return [list(completion.token_ids) for completion in completions]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_same_answers_as_on_torch(tiny_model):
     assert answers(tiny_model, attention="triton", page_size=16) == answers(tiny_model, attention="torch")
 
@@ -93,3 +93,14 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
         step_parts("triton", None, None, 1, torch.device("cpu"), 1)  # type: ignore[arg-type]
     with pytest.raises(agentrt.UserError, match="attention is 'cuda'"):
         EngineConfig(attention="cuda")
+
+
+def test_a_batch_that_was_sent_is_the_batch():
+    batch = step([[3, 4, 9], [5], [60, 61]], [1, 2, 3])
+    for slots in (True, False):
+        sent = batch.on(torch.device("cpu"), slots=slots)
+        for name in ("token_ids", "positions", "logits_rows"):
+            assert torch.equal(getattr(sent, name), getattr(batch, name))
+        assert torch.equal(sent.attention.new_slots, batch.attention.new_slots)
+        assert [own.tolist() for own in sent.attention.slots] == [own.tolist() for own in batch.attention.slots]
+        assert sent.attention.prepared is not batch.attention.prepared

@@ -15,8 +15,10 @@ from agentrt.kernels.q4_matmul import q4_matmul, q4_weight
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
-ROWS = pytest.mark.parametrize("rows", [1, 40, 130])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+pytestmark = pytest.mark.slow
+
+#: One of each block size, and both dtypes.
+CASES = pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float16), (40, torch.float32), (130, torch.float16)], ids=str)
 OUT, IN = 72, 160
 
 
@@ -31,8 +33,7 @@ def agree(ours: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((ours.double() - wanted).abs().max()) <= scale * (2e-3 if ours.dtype == torch.float16 else 1e-5)
 
 
-@DTYPES
-@ROWS
+@CASES
 def test_int8(rows, dtype, generator):
     x = torch.randn(rows, IN, generator=generator).to(dtype)
     x[0] = 0
@@ -43,8 +44,7 @@ def test_int8(rows, dtype, generator):
     agree(int8_matmul(x, weight, scales, bias), int8_matmul_reference(x, weight, scales) + bias.double())
 
 
-@DTYPES
-@ROWS
+@CASES
 def test_fp8(rows, dtype, generator):
     x = torch.randn(rows, IN, generator=generator).to(dtype)
     x[0] = 0
@@ -59,8 +59,7 @@ def test_fp8(rows, dtype, generator):
     agree(fp8_matmul(x, weight, scales, bias), fp8_matmul_reference(quantized, row_scales, weight, scales) + bias.double())
 
 
-@DTYPES
-@ROWS
+@CASES
 def test_q4(rows, dtype, generator):
     x = torch.randn(rows, IN, generator=generator).to(dtype)
     codes = torch.randint(0, 256, (OUT, IN // 2), dtype=torch.uint8, generator=generator)
@@ -84,8 +83,7 @@ def test_a_gguf_block_as_it_lies_in_the_file_is_the_q4_layout(kind):
     agree(q4_matmul(x, codes, scales, lows), x.double() @ torch.from_numpy(quants.dequantize(packed, kind)).double().T)
 
 
-@DTYPES
-@ROWS
+@CASES
 @pytest.mark.parametrize("group", [32, 160])
 def test_awq(rows, dtype, group, generator):
     x = torch.randn(rows, IN, generator=generator).to(dtype)

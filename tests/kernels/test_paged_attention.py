@@ -12,6 +12,8 @@ from agentrt.kernels.attention_tiles import TileLimits, tile_lists
 from agentrt.kernels.merge_parts import merge_parts
 from agentrt.kernels.paged_attention import PagedKV, Scores, attend_reference, attend_tiles, narrow_shape, wide_shape
 
+pytestmark = pytest.mark.slow
+
 NAN = float("nan")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 

@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 from agentrt.kernels.sample import NOTHING_ALLOWED, sample, sample_reference
 
+pytestmark = pytest.mark.slow
+
 #: temperature, top_k, top_p, min_p
 WAYS = (
     (0.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.05),
