@@ -7,7 +7,8 @@ Each engine runs in a process of its own and is frozen while another is asked. P
 use (`.clients`; minutes, and several gigabytes for vLLM); one that cannot be installed or started is left out by name, with the reason.
 Each has its prefix cache on, and the arithmetic that suits the processor; peers that cannot read the GGUF get a copy of
 the same weights that they can: floats, or 8 bits for a kind of 5 that one of them lacks.
-Every repeat asks all engines, one after the other, before the next one begins; the table has medians, and the ratio to the best peer.
+Every repeat asks all engines, one after the other, before the next one begins (but one that is far behind only once); the table has medians,
+and the ratio to the best peer.
 With ``--json``, rows that the file has from earlier runs stay, so that a long comparison can be made row by row.
 """
 
@@ -43,7 +44,7 @@ from rows import ROWS, SEED, Row, ask, missing
 
 HERE = Path(__file__).resolve().parent
 CONTEXT, KV_BYTES = 2560, 2 << 30
-LONGEST_START = 60  # an engine that takes longer is started once for the row that measures it
+FAR_BEHIND = 5  # an engine that took so many times as long as the fastest is asked once only
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,12 @@ def _total(costs: Sequence[Told], name: str) -> int | None:
     return None if None in counts else sum(counts)
 
 
+def far_behind(results: Mapping[str, list[Measured] | str], name: str) -> bool:
+    """Whether an engine was so slow that asking it again would tell nothing, and take minutes."""
+    told, all_told = results[name], [one.seconds for each in results.values() if not isinstance(each, str) for one in each]
+    return bool(told) and not isinstance(told, str) and told[0].seconds > FAR_BEHIND * min(all_told)
+
+
 class Comparison:
     """The engines on one model, started when first needed, each frozen unless it is asked."""
 
@@ -189,7 +196,7 @@ class Comparison:
         results: dict[str, Any] = {name: [] for name in engines}
         for repeat in range(repeats):
             for name, engine in list(engines.items()):
-                if isinstance(results[name], str):
+                if isinstance(results[name], str) or far_behind(results, name):
                     continue
                 try:
                     with engine.awake():
@@ -202,12 +209,12 @@ class Comparison:
         return results
 
     def _starts(self, row: Row, repeats: int) -> dict[str, Any]:
-        """From the start of a process to its first token; engines that start slowly once only."""
+        """From the start of a process to its first token."""
         results: dict[str, Any] = {contestant.name: [] for contestant in self._contestants}
         for repeat in range(repeats):
             for contestant in self._contestants:
                 before = results[contestant.name]
-                if isinstance(before, str) or (before and before[-1].seconds > LONGEST_START):
+                if isinstance(before, str) or far_behind(results, contestant.name):
                     continue
                 results[contestant.name] = self._one_start(row, contestant, repeat, before)
         return results
@@ -292,7 +299,7 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {' '.join(units)}; seed {SEED}"
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small work, once")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
@@ -301,30 +308,53 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="put the figures into this file, beside the rows that it has")
     parser.add_argument("--show", type=Path, help="show such a file, and measure nothing")
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that engines that are frozen do not stay
-    if args.show:
-        Console(soft_wrap=True).print(markdown(json.loads(args.show.read_text())), markup=False, highlight=False)
-        return
+    return parser
+
+
+def earlier_figures(file: Path | None, quick: bool) -> dict[str, Any]:
+    """What the file has from earlier runs.
+
+    Raises:
+        PeerError: Its rows are of other work.
+    """
+    if file is None or not file.exists():
+        return {"about": {}, "rows": {}}
+    told = json.loads(file.read_text())
+    if told["quick"] != quick:
+        raise PeerError(f"{file} has rows {'with' if told['quick'] else 'without'} --quick, which are other work; give another file")
+    return {"about": told["about"], "rows": told["rows"]}
+
+
+def compare(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Measures the rows that were asked for, and keeps each as soon as it is there."""
     contestants = [OURSELVES, *(PEERS[name] for name in args.peers)]
-    figures: dict[str, Any] = {"machine": f"{machine()}; {args.threads} threads", "quick": args.quick, "about": {}, "left_out": [], "rows": {}}
-    if args.json and args.json.exists():
-        figures |= {key: value for key, value in json.loads(args.json.read_text()).items() if key in ("about", "rows")}
     chosen = [ROWS[name] for name in args.only]
-    for row in [row for row in chosen if missing(row)]:
-        figures["left_out"].append(f"{row.title}: {missing(row)}")
-        chosen.remove(row)
+    figures["left_out"] += [f"{row.title}: {missing(row)}" for row in chosen if missing(row)]
+    chosen = [row for row in chosen if not missing(row)]
     for model in dict.fromkeys(row.model for row in chosen):
         comparison = Comparison(model, contestants, args.quick, args.threads)
         for row, results in comparison.run([row for row in chosen if row.model == model], args.repeats or (1 if args.quick else 3)):
-            figures["rows"][row.name] = summary(row, results)
+            figures["rows"] |= {row.name: summary(row, results)}
+            figures["rows"] = {name: figures["rows"][name] for name in ROWS if name in figures["rows"]}  # in the table's order
             figures["about"] |= comparison.about
             if args.json:
                 args.json.write_text(json.dumps(figures, indent=1) + "\n")
         figures["left_out"] += [f"{name} with {model}: {reason}" for name, reason in comparison.left_out.items()]
-    figures["rows"] = {name: figures["rows"][name] for name in ROWS if name in figures["rows"]}
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = arguments()
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that engines that are frozen do not stay
+    if args.show:
+        figures = json.loads(args.show.read_text())
+    else:
+        figures = {"machine": f"{machine()}; {args.threads} threads", "quick": args.quick, "left_out": []}
+        try:
+            figures |= earlier_figures(args.json, args.quick)
+        except PeerError as error:
+            parser.error(str(error))
+        compare(args, figures)
     Console(soft_wrap=True).print(markdown(figures), markup=False, highlight=False)
 
 

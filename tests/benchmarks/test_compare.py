@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -128,6 +129,64 @@ def test_the_table_has_medians_and_the_ratio_to_the_best_peer(bench):
     assert "|  | fast | 160 tokens/s | 1.00 | 700 | ? | 3 MiB |" in text
     assert "mute (it has no such thing)" in text
     assert "gone: no wheel" in text
+
+
+def test_an_engine_far_behind_is_asked_once(bench):
+    def measured(*seconds: float) -> list:
+        return [bench.Measured(each, 64, 64, 64, 1, None) for each in seconds]
+
+    results = {"agentrt": measured(1.0), "near": measured(4.9), "far": measured(5.1), "mute": "it has no such thing", "new": []}
+    assert [name for name in results if bench.far_behind(results, name)] == ["far"]
+
+
+def test_rows_of_other_work_are_not_mixed(bench, tmp_path):
+    file = tmp_path / "compare.json"
+    assert bench.earlier_figures(file, False) == {"about": {}, "rows": {}}
+    file.write_text('{"quick": true, "about": {"a": "b"}, "rows": {}, "left_out": [], "machine": "m"}')
+    assert bench.earlier_figures(file, True)["about"] == {"a": "b"}
+    with pytest.raises(bench.PeerError, match="has rows with --quick"):
+        bench.earlier_figures(file, False)
+
+
+def test_every_row_asks_for_the_same_of_all(bench, corpora):
+    """Each repeat has prompts of its own, and what a row calls cached was asked before."""
+    import rows
+
+    tokenizer = Letters()
+    for row in rows.ROWS.values():
+        first, second = (_asked(row, tokenizer, repeat) for repeat in (0, 1))
+        counted = [part.ask for part in first if part.counts]
+        assert counted, row.name
+        assert all(len(ask.prompts) == len(ask.texts) for ask in counted)
+        assert not {tuple(ids) for part in first for ids in part.ask.prompts} & {tuple(ids) for part in second for ids in part.ask.prompts}, row.name
+    asked = [part.ask.prompts for part in _asked(rows.ROWS["cached"], tokenizer, 0)]
+    assert asked[0][0][:1990] == asked[1][0][:1990] != asked[1][0]
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str, **options: object) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def encode_chat(self, messages, tools=None, **options: object) -> list[int]:
+        return self.encode(repr((messages, tools)))
+
+    def decode(self, ids, **options: object) -> str:
+        return "".join(map(chr, ids))
+
+
+def _asked(row, tokenizer: Letters, repeat: int) -> list:
+    """The parts of a row's work, each answered with one letter a prompt."""
+    import rows
+
+    work, parts = row.work(tokenizer, repeat, True), []
+    with contextlib.suppress(StopIteration):
+        part = next(work)
+        while True:
+            parts.append(part)
+            part = work.send(rows.Told([[65] for _ in part.ask.prompts]))
+    return parts
 
 
 def test_a_fused_tensor_is_taken_apart_as_it_was_put_together(bench):
