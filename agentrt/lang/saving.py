@@ -66,7 +66,7 @@ def snapshot(branch: Branch) -> dict[str, Any]:
         ],
         "tools": None if branch.roles.tools is None else list(branch.roles.tools),
         "offered": None if branch.offered is None else list(branch.offered),
-        "variables": {name: {"value": plain(v.future.result()), "meta": plain(v.meta)} for name, v in _settled(branch)},
+        "variables": {name: _variable_values(v) for name, v in _settled(branch)},
         "turns": _turns_values(branch.item),
         "recording": run.recording.to_json(),
     }
@@ -74,6 +74,12 @@ def snapshot(branch: Branch) -> dict[str, Any]:
 
 def _settled(branch: Branch) -> list[tuple[str, Variable]]:
     return [(n, v) for n, v in branch.variables.items() if v.future.done() and v.future.exception() is None]
+
+
+def _variable_values(variable: Variable) -> dict[str, Any]:
+    value = variable.future.result()
+    calls = isinstance(value, list) and bool(value) and all(isinstance(part, Call) for part in value)
+    return {"value": plain(value), "meta": plain(variable.meta), "calls": calls}
 
 
 def _transcript_values(transcript: Transcript) -> dict[str, Any]:
@@ -172,7 +178,8 @@ def _restored(values: Mapping[str, Any], backend: Backend) -> Branch:
         branch.roles = chat_roles(backend.tokenizer).with_tools(values["tools"])
     branch.offered = None if values["offered"] is None else tuple(values["offered"])
     for name, kept in values["variables"].items():
-        branch.assign(name, kept["value"], kept["meta"])
+        value = [Call(**call) for call in kept["value"]] if kept["calls"] else kept["value"]
+        branch.assign(name, value, kept["meta"])
     branch.number, branch.forks = values["number"], values["forks"]
     return branch
 

@@ -242,3 +242,22 @@ def test_compaction_keeps_call_and_result_together_and_makes_room():
         return s.messages()
 
     assert [m["role"] for m in by_hand.run(backend=ScriptedBackend("x")).ret_value] == ["assistant"]
+
+
+def test_calls_that_were_made_are_calls_again(tmp_path):
+    @tool
+    def look(place: str) -> str:
+        """Looks at a place."""
+        return f"{place} is quiet"
+
+    @function
+    def program(s):
+        s += user("Look at the sea.")
+        s += tool_call("calls", [look])
+
+    backend = ScriptedBackend(call("look", place="the sea"))
+    state = program.run(backend=backend)
+    made = state["calls"]
+    state.save(tmp_path / "state.json")
+    assert [each.text() for each in made] == ["the sea is quiet"]
+    assert resume(tmp_path / "state.json", backend=backend)["calls"] == made
