@@ -131,6 +131,25 @@ def test_the_table_has_medians_and_the_ratio_to_the_best_peer(bench):
     assert "gone: no wheel" in text
 
 
+@pytest.mark.slow
+def test_our_own_driver_answers_and_counts(bench, tiny_model, tmp_path):
+    """Two prompts that share their beginning: it is computed once; an answer under a schema ends where its document does."""
+    import rows
+
+    setting = bench.Setting("", str(tiny_model), 1, 256, 1 << 24)
+    engine = bench.EngineProcess("agentrt", [sys.executable, str(BENCHMARKS / "peers" / "agentrt_driver.py")], setting, tmp_path / "log")
+    try:
+        shared = list(range(5, 105))
+        _, told = engine.ask(rows.Ask([[*shared, 7], [*shared, 8]], ["", ""], 6))
+        assert [len(ids) for ids in told.answers] == [6, 6]
+        assert told.computed == 100 + 2 * (1 + 5)
+        _, told = engine.ask(rows.Ask([shared], [""], 20, [{"type": "boolean"}]))
+        assert bench.load_tokenizer(str(tiny_model)).decode(told.answers[0]) in ("true", "false")
+        assert told.passes <= told.computed < 10  # the prompt is in the cache
+    finally:
+        engine.close()
+
+
 def test_an_engine_far_behind_is_asked_once(bench):
     def measured(*seconds: float) -> list:
         return [bench.Measured(each, 64, 64, 64, 1, None) for each in seconds]
