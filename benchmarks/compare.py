@@ -56,10 +56,10 @@ class Contestant:
     driver: str
     copy: Literal["", "floats", "readable"] = ""
 
-    def setting(self, model: ModelFiles, threads: int) -> Setting:
+    def setting(self, model: ModelFiles, threads: int, dtype: str) -> Setting:
         folder = float_copy(model) if self.copy == "floats" else model.folder
         gguf = readable_gguf(model) if self.copy == "readable" else model.gguf
-        return Setting(str(gguf), str(folder), threads, CONTEXT, KV_BYTES)
+        return Setting(str(gguf), str(folder), threads, CONTEXT, KV_BYTES, dtype)
 
     def start(self, setting: Setting) -> EngineProcess:
         """Installs it if need be and starts it.
@@ -139,10 +139,10 @@ def far_behind(results: Mapping[str, list[Measured] | str], name: str) -> bool:
 class Comparison:
     """The engines on one model, started when first needed, each frozen unless it is asked."""
 
-    def __init__(self, model: str, contestants: Sequence[Contestant], quick: bool, threads: int) -> None:
+    def __init__(self, model: str, contestants: Sequence[Contestant], args: argparse.Namespace) -> None:
         self._files = resolve_model(model)
         self._tokenizer = load_tokenizer(str(self._files.folder))
-        self._contestants, self._quick, self._threads = contestants, quick, threads
+        self._contestants, self._quick, self._threads, self._dtype = contestants, args.quick, args.threads, args.dtype
         self.left_out: dict[str, str] = {}
         self.about: dict[str, str] = {}
 
@@ -173,7 +173,7 @@ class Comparison:
 
     def _start(self, contestant: Contestant) -> EngineProcess | None:
         try:
-            engine = contestant.start(contestant.setting(self._files, self._threads))
+            engine = contestant.start(contestant.setting(self._files, self._threads, self._dtype))
         except PeerError as error:
             self._leave_out(contestant.name, str(error))
             return None
@@ -221,7 +221,7 @@ class Comparison:
 
     def _one_start(self, row: Row, contestant: Contestant, repeat: int, before: list[Measured]) -> list[Measured] | str:
         contestant.environment.python()
-        setting, begun = contestant.setting(self._files, self._threads), time.perf_counter()
+        setting, begun = contestant.setting(self._files, self._threads, self._dtype), time.perf_counter()
         try:
             engine = contestant.start(setting)
         except PeerError as error:
@@ -306,6 +306,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--repeats", type=int, help="3 unless told otherwise; 1 with --quick")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--dtype", default="auto", help="arithmetic of agentrt")
     parser.add_argument("--json", type=Path, help="put the figures into this file, beside the rows that it has")
     parser.add_argument("--show", type=Path, help="show such a file, and measure nothing")
     return parser
@@ -332,7 +333,7 @@ def compare(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     figures["left_out"] += [f"{row.title}: {missing(row)}" for row in chosen if missing(row)]
     chosen = [row for row in chosen if not missing(row)]
     for model in dict.fromkeys(row.model for row in chosen):
-        comparison = Comparison(model, contestants, args.quick, args.threads)
+        comparison = Comparison(model, contestants, args)
         for row, results in comparison.run([row for row in chosen if row.model == model], args.repeats or (1 if args.quick else 3)):
             figures["rows"] |= {row.name: summary(row, results)}
             figures["rows"] = {name: figures["rows"][name] for name in ROWS if name in figures["rows"]}  # in the table's order

@@ -14,7 +14,12 @@ class Agentrt:
         shape = resolve_model(setting.folder).config
         token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
         self._engine = agentrt.Engine(
-            setting.folder, threads=setting.threads, max_context=setting.context, kv_tokens=setting.kv_bytes // token, process=False
+            setting.folder,
+            dtype=setting.dtype,
+            threads=setting.threads,
+            max_context=setting.context,
+            kv_tokens=setting.kv_bytes // token,
+            process=False,
         )
         self.about = f"agentrt {agentrt.__version__}, {self._engine.facts.dtype}"
 

@@ -24,13 +24,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Setting:
-    """The same for all engines: model, threads, longest sequence, and the size of the KV store."""
+    """The same for all engines: model, threads, longest sequence, and the size of the KV store; `dtype` is agentrt's alone."""
 
     gguf: str
     folder: str
     threads: int
     context: int
     kv_bytes: int
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True)
