@@ -68,6 +68,7 @@ class Contestant:
             PeerError: It cannot be had here; says why.
         """
         command = [str(self.environment.python()), str(HERE / "peers" / self.driver)]
+        ENVIRONMENTS.mkdir(exist_ok=True)
         log = ENVIRONMENTS / f"compare-{self.name}.log"
         try:
             return EngineProcess(self.name, command, setting, log, self.environment.variables())
@@ -175,14 +176,11 @@ class Comparison:
         try:
             engine = contestant.start(contestant.setting(self._files, self._threads, self._dtype))
         except PeerError as error:
-            self._leave_out(contestant.name, str(error))
+            self.left_out[contestant.name] = str(error)
+            print(f"{contestant.name} with {self._files.name} is left out: {error}", file=sys.stderr, flush=True)
             return None
         self.about[contestant.name] = engine.about
         return engine
-
-    def _leave_out(self, name: str, reason: str) -> None:
-        self.left_out[name] = reason
-        print(f"{name} with {self._files.name} is left out: {reason}", file=sys.stderr, flush=True)
 
     def _warm_up(self, engine: EngineProcess) -> None:
         """Two short answers, so that no row pays for what an engine does only once."""
@@ -193,7 +191,7 @@ class Comparison:
             engine.ask(ask(self._tokenizer, prompts, 8, [{"type": "boolean"}] * 2))
 
     def _in_turns(self, row: Row, engines: dict[str, EngineProcess], repeats: int) -> dict[str, Any]:
-        results: dict[str, Any] = {name: [] for name in engines}
+        results: dict[str, Any] = {name: [] for name in engines} | self.left_out
         for repeat in range(repeats):
             for name, engine in list(engines.items()):
                 if isinstance(results[name], str) or far_behind(results, name):
@@ -340,7 +338,6 @@ def compare(args: argparse.Namespace, figures: dict[str, Any]) -> None:
             figures["about"] |= comparison.about
             if args.json:
                 args.json.write_text(json.dumps(figures, indent=1) + "\n")
-        figures["left_out"] += [f"{name} with {model}: {reason}" for name, reason in comparison.left_out.items()]
 
 
 def main() -> None:

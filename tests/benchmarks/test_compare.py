@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,6 +131,30 @@ def test_the_table_has_medians_and_the_ratio_to_the_best_peer(bench):
     assert "|  | fast | 160 tokens/s | 1.00 | 700 | ? | 3 MiB |" in text
     assert "mute (it has no such thing)" in text
     assert "gone: no wheel" in text
+
+
+def test_the_whole_command_on_little_engines(bench, tmp_path, monkeypatch, capsys):
+    """Engines take turns, one that does not start is left out by name, and a later run adds its row to the file."""
+    script, files = tmp_path / "echo.py", SimpleNamespace(name="m", folder=tmp_path, gguf="m.gguf")
+    script.write_text(DRIVER.format(peers=str(BENCHMARKS / "peers")))
+    (tmp_path / "gone.py").write_text("raise SystemExit('no wheel for this machine')")
+    monkeypatch.setattr(bench, "ENVIRONMENTS", tmp_path / "clients")
+    monkeypatch.setattr(bench, "resolve_model", lambda name: files)
+    monkeypatch.setattr(bench, "load_tokenizer", lambda folder: Letters())
+    monkeypatch.setattr(bench, "OURSELVES", bench.Contestant("agentrt", bench.OURS, str(script)))
+    peers = {"echo": bench.Contestant("echo", bench.OURS, str(script)), "gone": bench.Contestant("gone", bench.OURS, str(tmp_path / "gone.py"))}
+    monkeypatch.setattr(bench, "PEERS", peers)
+    monkeypatch.setattr(bench.signal, "signal", lambda *given: None)
+
+    for row in ("start", "eight"):
+        monkeypatch.setattr(sys, "argv", ["compare.py", "--quick", "--threads", "1", "--only", row, "--json", str(tmp_path / "out.json")])
+        bench.main()
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert list(told["rows"]) == ["eight", "start"]
+    assert told["rows"]["eight"]["engines"]["echo"]["tokens"] == 8 * 16
+    assert told["rows"]["start"]["engines"]["agentrt"]["of_best_peer"] > 0
+    assert {row["engines"]["gone"]["left_out"] for row in told["rows"].values()} == {"it ended: no wheel for this machine"}
+    assert "- left out: 8 at once, 64 tokens: gone (it ended: no wheel for this machine)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
