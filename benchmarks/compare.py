@@ -167,15 +167,18 @@ class Comparison:
                 if engine is None:
                     continue
                 stack.callback(engine.close)
-                with engine.awake():
-                    self._warm_up(engine)
                 engines[contestant.name] = engine
             yield engines
 
     def _start(self, contestant: Contestant) -> EngineProcess | None:
+        engine = None
         try:
             engine = contestant.start(contestant.setting(self._files, self._threads, self._dtype))
+            with engine.awake():
+                self._warm_up(engine)
         except PeerError as error:
+            if engine is not None:
+                engine.close()
             self.left_out[contestant.name] = str(error)
             print(f"{contestant.name} with {self._files.name} is left out: {error}", file=sys.stderr, flush=True)
             return None
