@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,8 @@ class EngineProcess:
     def close(self) -> None:
         """Ends it and whatever it started."""
         self._signal(signal.SIGCONT)
-        self._process.stdin.close()
+        with suppress(OSError):  # it may have ended with a question half read
+            self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
