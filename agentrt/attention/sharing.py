@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 LEAST = 64  #: Shorter prefixes are not worth reading apart.
@@ -27,20 +29,21 @@ def shared_prefixes(
     Returns:
         (runs, tokens) for each group of two or more, every run in at most one; as `AttentionBatch.shared` wants it.
     """
+    places = [one.numpy() for one in slots]  # a look at a tensor's element takes microseconds
     alike: dict[int, list[int]] = defaultdict(list)
     for run, context in enumerate(context_lengths):
         if context >= least:
-            alike[int(slots[run][least - 1])].append(run)
+            alike[places[run].item(least - 1)].append(run)
     groups: list[tuple[tuple[int, ...], int]] = []
     for runs in alike.values():
         while len(runs) > 1:
-            members, length = _best_group(runs, slots, context_lengths)
+            members, length = _best_group(runs, places, context_lengths)
             groups.append((tuple(members), length))
             runs = [run for run in runs if run not in members]
     return tuple(groups)
 
 
-def _best_group(runs: list[int], slots: Sequence[Tensor], contexts: Sequence[int]) -> tuple[list[int], int]:
+def _best_group(runs: list[int], slots: Sequence[NDArray[np.int64]], contexts: Sequence[int]) -> tuple[list[int], int]:
     """The leader and those with whom it saves most: with few for long, or with many for less."""
     leader = max(runs, key=lambda run: contexts[run])
     lengths = {run: _common(slots[leader], slots[run], contexts[run]) for run in runs if run != leader}
@@ -49,12 +52,12 @@ def _best_group(runs: list[int], slots: Sequence[Tensor], contexts: Sequence[int
     return [leader, *others[: best + 1]], lengths[others[best]]
 
 
-def _common(first: Tensor, second: Tensor, length: int) -> int:
+def _common(first: NDArray[np.int64], second: NDArray[np.int64], length: int) -> int:
     """How many of the `length` leading slots are the same; they are the same up to a place and differ after it."""
     low, high = 0, length
     while low < high:
         middle = (low + high + 1) // 2
-        if int(first[middle - 1]) == int(second[middle - 1]):
+        if first.item(middle - 1) == second.item(middle - 1):
             low = middle
         else:
             high = middle - 1

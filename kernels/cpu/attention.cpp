@@ -422,7 +422,7 @@ private:
 
     /// Keys [key, stop) of one KV head, a multiple of eight, for all query heads that read it, three of them at a time.
     template <bool SCORES>
-    void eights(const float* const* at, int64_t key, int64_t stop, int64_t kv_head, int64_t from, int64_t count) {
+    __attribute__((noinline)) void eights(const float* const* at, int64_t key, int64_t stop, int64_t kv_head, int64_t from, int64_t count) {
         const int64_t offset = kv_head * (direct_ ? shape_.head_dim : padded_), heads = count * group_;
         for (int64_t i = 0; i < heads; i += 3) {
             const int64_t now = std::min<int64_t>(3, heads - i);
@@ -438,14 +438,16 @@ private:
 
     template <int ROWS>
     void dots(const int64_t* head, const float* const* at, int64_t key, int64_t stop, int64_t offset) {
+        const float* queries[ROWS];
+        for (int row = 0; row < ROWS; ++row) queries[row] = own_.q.data() + head[row] * padded_;
         for (; key < stop; key += 4) {
             Floats sums[ROWS][4] = {};
             for (int64_t i = 0; i < padded_; i += LANES) {
-                Floats k[4];
-                for (int j = 0; j < 4; ++j) k[j] = load(at[key + j] + offset + i);
-                for (int row = 0; row < ROWS; ++row) {
-                    const Floats q = load(own_.q.data() + head[row] * padded_ + i);
-                    for (int j = 0; j < 4; ++j) sums[row][j] += q * k[j];
+                Floats q[ROWS];  // three rows, twelve sums and a key fill the sixteen registers
+                for (int row = 0; row < ROWS; ++row) q[row] = load(queries[row] + i);
+                for (int j = 0; j < 4; ++j) {
+                    const Floats k = load(at[key + j] + offset + i);
+                    for (int row = 0; row < ROWS; ++row) sums[row][j] += q[row] * k;
                 }
             }
             for (int row = 0; row < ROWS; ++row) sums_of_four(sums[row], own_.scores.data() + head[row] * SEGMENT + key);
@@ -469,11 +471,11 @@ private:
         }
         for (; key < stop; ++key) {
             const float* from = at[key] + offset + i;
-            Floats v[VECTORS];
-            for (int j = 0; j < VECTORS; ++j) v[j] = load(from + j * LANES);
-            for (int row = 0; row < ROWS; ++row) {
-                const Floats weight = all(weights[row][key]);
-                for (int j = 0; j < VECTORS; ++j) sums[row][j] += weight * v[j];
+            Floats weight[ROWS];
+            for (int row = 0; row < ROWS; ++row) weight[row] = all(weights[row][key]);
+            for (int j = 0; j < VECTORS; ++j) {
+                const Floats v = load(from + j * LANES);
+                for (int row = 0; row < ROWS; ++row) sums[row][j] += weight[row] * v;
             }
         }
         for (int row = 0; row < ROWS; ++row)

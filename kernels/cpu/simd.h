@@ -27,9 +27,10 @@ struct Bfloat16 {
     uint16_t bits;
 };
 
+/// Less zero, and not plus it: that compiles to a broadcast, where -0 + 0 would have to be added.
 inline Floats all(float value) {
-    Floats lanes = {};
-    return lanes + value;
+    const Floats zero = {};
+    return value - zero;
 }
 
 inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
