@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from agentrt.config import EngineConfig, Limits
+from agentrt.config import CacheConfig, EngineConfig, Limits
 from agentrt.engine import collector, executor
 from agentrt.engine.assembly import build_engine
 from agentrt.engine.engine import EngineCore
@@ -101,8 +101,9 @@ def measure(core: EngineCore, clocks: Clocks, tokenizer: Tokenizer, size: int, c
         ids = tuple(torch.randint(100, tokenizer.vocab_size, (CONTEXT - STEPS // 2,), generator=random).tolist())
         sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
         core.submit(Request(prompt_ids=ids, sampling=sampling), grammar)
-    while sum(1 for delta in core.step() if delta.token_ids) < size:
-        pass
+    for _ in range(most):
+        if sum(1 for delta in core.step() if delta.token_ids) == size:
+            break
     for _ in range(WARM):
         core.step()
     clocks.take()
@@ -148,7 +149,9 @@ def main() -> None:
     options = parser.parse_args()
     files = resolve_model(options.model)
     tokenizer = load_tokenizer(str(files.folder))
-    core, facts = build_engine(EngineConfig(model=options.model, dtype=options.dtype, attention=options.attention, threads=options.threads), files.folder, tokenizer)
+    room = CacheConfig(kv_tokens=max(SIZES) * 2 * CONTEXT)  # all run at once, whatever memory is free
+    config = EngineConfig(model=options.model, dtype=options.dtype, attention=options.attention, threads=options.threads, cache=room)
+    core, facts = build_engine(config, files.folder, tokenizer)
     collector.settle()
     clocks = Clocks(time.thread_time if options.own_time else time.perf_counter)
     attach(core, clocks)
