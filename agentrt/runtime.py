@@ -75,8 +75,8 @@ class Engine(LocalBackend):
 
         Args:
             model: Short name, folder, .gguf file or "hf:org/name"; None: the default model.
-            dtype: Arithmetic, or "int8" or "int4" for the bits of the matrices' weights (CPU); "auto": bfloat16 where the
-                processor multiplies it natively, else float32.
+            dtype: Arithmetic, or "int8" or "int4" for the bits of the matrices' weights (CPU); "auto": "int4" for a model
+                whose file holds it in few bits, else bfloat16 where the processor multiplies it natively, else float32.
             device: "auto", "cpu" or "cuda".
             attention: "torch", "triton" or "auto": kernels where they can be had, Triton's on a GPU, native ones on a CPU.
             threads: Threads of torch; None: torch's own choice.

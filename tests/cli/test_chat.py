@@ -91,12 +91,19 @@ def test_an_engine_that_is_gone_ends_it(monkeypatch):
         run(OnScript(script=lambda prompt, request: Answer("half", error=EngineError("it is gone"))))
 
 
+def heed_interrupts() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so does all that they start; in a terminal it is heeded."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A chat in a pseudo-terminal, as a person sees it."""
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
-        self.process = subprocess.Popen([*AGENTRT, "chat", *arguments], stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = subprocess.Popen(
+            [*AGENTRT, "chat", *arguments], stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=heed_interrupts
+        )
         os.close(slave)
         self.screen = b""
         self._seen = 0

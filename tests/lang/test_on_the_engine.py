@@ -48,11 +48,12 @@ def test_forks_share_one_prompt(engine):
         return len(s["a"])
 
     engine.flush_cache()
+    before = threading.active_count()  # other tests' servers and engines may be there
     state = program.run(backend=engine, temperature=0)
     assert state.ret_value == 20
     prompt = state.report().values["calls"][0]["prompt_tokens"]
     assert state.report().values["totals"]["computed_tokens"] <= prompt + 19
-    assert threading.active_count() < 20
+    assert threading.active_count() - before < 19
 
 
 def test_select_is_exact(engine):

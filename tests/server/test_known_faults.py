@@ -57,7 +57,7 @@ BAD = [
     ({"prompt": "a", "json_schema": {"type": "strnig"}}, "json_schema"),
     ({"prompt": "a", "json_schema": {"$ref": "#/gone"}}, "json_schema"),
     ({"prompt": "a", "json_schema": {"type": "string", "pattern": "(?<!x)y"}, "strict": True}, "json_schema"),
-    ({"prompt": "a", "grammar": 'root ::= "a"'}, "ebnf"),
+    ({"prompt": "a", "grammar": 'root ::= "a'}, "ebnf"),
     ({"prompt": "a", "choices": []}, "choices"),
     ({"prompt": "w " * 9000, "max_tokens": 1}, "prompt"),
     ({"prompt": "a", "max_tokens": 100_000}, "max_tokens"),

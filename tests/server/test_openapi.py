@@ -11,13 +11,12 @@ from agentrt.backends.scripted import ScriptedBackend
 from agentrt.config import ServerConfig
 from agentrt.server.app import create_app
 
-CASES = 2000
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_no_error_inside_in_two_thousand_cases():
+@pytest.mark.parametrize("count", [600, pytest.param(2000, marks=pytest.mark.proof)])
+def test_no_error_inside_whatever_is_asked(count):
     schemathesis = pytest.importorskip("schemathesis")
     backend = ScriptedBackend("ok", tokens_per_delta=8)
     app = create_app(backend, ServerConfig(n=4))
@@ -25,7 +24,7 @@ def test_no_error_inside_in_two_thousand_cases():
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) > 20
     posts = [operation for operation in operations if operation.method == "post" and operation.body]
-    each = CASES // len(posts) + 1
+    each = count // len(posts) + 1
     seen: Counter[int] = Counter()
 
     def run(operation, examples: int) -> None:
@@ -44,6 +43,6 @@ def test_no_error_inside_in_two_thousand_cases():
     for operation in operations:
         run(operation, each if operation in posts else 10)
     backend.close()
-    assert sum(seen.values()) >= CASES, seen
-    assert seen[200] > 50, seen
-    assert seen[400] > 50, seen
+    assert sum(seen.values()) >= count, seen
+    assert seen[200] > count // 40, seen
+    assert seen[400] > count // 40, seen
