@@ -56,6 +56,7 @@ def program(s):
     return s["a"], s["b"], s["c"], s["n"], s["x"]
 
 
+@pytest.mark.slow
 def test_a_program_gives_on_a_server_what_it_gives_in_process(served):
     backend, url = served
     remote = RuntimeEndpoint(url)

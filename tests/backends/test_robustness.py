@@ -139,6 +139,7 @@ def test_an_event_loop_that_ends_first_hurts_nobody(engine):
     engine.flush_cache()
 
 
+@pytest.mark.slow
 def test_an_id_used_again_inherits_nothing(engine):
     engine.generate([5, 6], SamplingParams(max_tokens=4), request_id="again", deadline=0.4)
     answer = engine.generate([5, 6], SamplingParams(max_tokens=1500, ignore_eos=True, seed=0), request_id="again")

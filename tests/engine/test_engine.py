@@ -388,6 +388,7 @@ def test_async_twins(engine):
     assert wait_until(lambda: engine.load().running == 0)
 
 
+@pytest.mark.slow
 def test_submitting_is_thread_safe(engine):
     prompts = mixed_prompts(24, seed=3)
     alone = [engine.generate(prompt, GREEDY).token_ids for prompt in prompts]

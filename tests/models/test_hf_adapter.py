@@ -32,6 +32,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_logits_are_transformers(
     name: str, tiny: Callable[..., Any], equal: Callable[..., None], tmp_path: Path
 ) -> None:

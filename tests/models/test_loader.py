@@ -187,6 +187,7 @@ def test_generation_defaults_and_allowed_tokens(tiny: Callable[..., Any], tmp_pa
     assert load_model(tmp_path).generation.temperature is None
 
 
+@pytest.mark.slow
 def test_native_models_do_not_import_transformers(tiny: Callable[..., Any], tmp_path: Path) -> None:
     tiny("Llama").save_pretrained(tmp_path)
     program = (

@@ -31,6 +31,7 @@ def endless(prompt, request):
     return "x" * 5000
 
 
+@pytest.mark.slow
 def test_the_key_guards_every_route_but_two(serving):
     server = serving(config=ServerConfig(api_key="s3cret"))
     with server.client() as http:

@@ -71,6 +71,7 @@ def traces(draw):
     spare=st.integers(0, 60),
     step_tokens=st.sampled_from([2, 7, 64]),
 )
+@pytest.mark.slow
 def test_no_trace_hangs_starves_or_loses_a_page(trace, policy, eviction, page_size, spare, step_tokens):
     """With holds, salts, priorities, dependent calls and a pool in which the longest call just fits; checked after every step."""
     longest = max(len(call.prompt) + max(len(call.output), call.max_tokens or 0) for call in trace.calls)

@@ -35,6 +35,7 @@ SPELLED = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(contents=st.lists(SPELLED, min_size=1, max_size=3), source=st.sampled_from(TEMPLATES), with_tools=st.booleans())
+@pytest.mark.slow
 def test_no_text_becomes_a_control_token_whatever_the_template_does(contents: list[str], source: str, with_tools: bool) -> None:
     template = ChatTemplate(source, NAMED, CONTROL)
     messages = [{"role": "user", "content": content} for content in contents]
