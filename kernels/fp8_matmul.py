@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from agentrt.kernels.matmul_shape import matmul_shape
+from agentrt.kernels.scaled_matmul import scaled_matmul
 from torch import Tensor
 
 LARGEST = 448.0
@@ -79,16 +79,7 @@ def fp8_matmul(x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | 
         [rows, out], in x's dtype.
     """
     quantized, scales = quantize_rows_fp8(x)
-    rows, outputs = x.shape[0], weight.shape[0]
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    shape = matmul_shape(rows)
-    _fp8_matmul[(triton.cdiv(outputs, shape.outputs), triton.cdiv(rows, shape.rows))](
-        quantized, weight, scales, weight_scales, weight_scales if bias is None else bias, out,
-        rows, outputs, x.shape[1], quantized.stride(0), weight.stride(0), out.stride(0),
-        BIAS=bias is not None, BLOCK_M=shape.rows, BLOCK_N=shape.outputs, BLOCK_K=shape.depth,
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-    return out
+    return scaled_matmul(_fp8_matmul, quantized, scales, weight, weight_scales, bias, x.dtype)
 
 
 def fp8_matmul_reference(quantized: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
