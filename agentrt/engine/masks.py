@@ -1,8 +1,8 @@
 """Grammar masks for a step, computed in a second thread while the model runs.
 
-A mask depends only on tokens that are known before the forward pass, so it costs nothing where a core is free. They are made
-one after the other: 32 take about a millisecond, and llguidance's own threads, which could share them, spend as much processor
-time and wait for cores that the model is using (`benchmarks/structured.py` tells both). For a draft the cursor walks the guesses, giving a mask after each, and is rolled back: guesses are not part of the sequence.
+A mask depends only on tokens that are known before the forward pass. Those of a whole batch are made in one call, in which llguidance
+holds no lock of the interpreter's, so that the thread that runs the model never waits for it. For a draft the cursor walks the guesses,
+giving a mask after each, and is rolled back: guesses are not part of the sequence.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrt.errors import AgentrtError, as_request_error
+from agentrt.grammar.cursor import GrammarCursor, fill_masks
 from agentrt.scheduling.plan import StepPlan
 from agentrt.scheduling.sequence import Sequence
 
@@ -50,15 +51,34 @@ class MaskMaker:
 
 def _make(sequences: list[Sequence]) -> MadeMasks:
     made = MadeMasks()
+    made.masks.update(_together([s for s in sequences if not s.drafted and isinstance(s.cursor, GrammarCursor)]))
     for sequence in sequences:
+        if sequence.sequence_id in made.masks:
+            continue
         try:
-            made.masks[sequence.sequence_id] = _masks(sequence)
+            made.masks[sequence.sequence_id] = _one_by_one(sequence)
         except Exception as error:
             made.errors[sequence.sequence_id] = as_request_error(error)
     return made
 
 
-def _masks(sequence: Sequence) -> NDArray[np.int32]:
+def _together(sequences: list[Sequence]) -> dict[int, NDArray[np.int32]]:
+    """The masks of sequences without drafts, int32 [1, words] each; none if one of them has failed, so that each is asked for itself."""
+    cursors = [s.cursor for s in sequences if isinstance(s.cursor, GrammarCursor)]
+    if not cursors:
+        return {}
+    masks = np.empty((len(cursors), cursors[0].words), dtype=np.int32)
+    try:
+        fill_masks(cursors, masks)
+    except Exception:
+        return {}
+    for sequence, mask in zip(sequences, masks, strict=True):
+        if sequence.excluded:
+            mask[:] = _without_excluded(sequence, mask)
+    return {sequence.sequence_id: mask[None] for sequence, mask in zip(sequences, masks, strict=True)}
+
+
+def _one_by_one(sequence: Sequence) -> NDArray[np.int32]:
     """int32 [1 + drafted, words]."""
     cursor = sequence.cursor
     assert cursor is not None  # for the type checker

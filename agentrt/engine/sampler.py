@@ -23,10 +23,10 @@ from torch import Tensor
 
 from agentrt.engine.penalties import Penalties
 from agentrt.errors import AgentrtError, ConstraintError, NumericalError
+from agentrt.kernels.logit_blocks import BLOCK, LogitBlocker
 from agentrt.request import SamplingParams, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
-_BLOCK = 64
 #: How many of the likeliest tokens are looked at before all are sorted.
 _LOOKS = (64, 512)
 #: Tokens looked at beyond those asked for: a tie across the edge would cost a second look.
@@ -95,6 +95,7 @@ class Sampler:
         """
         self.invalid_ids = (~valid).nonzero()[:, 0]
         self._valid_words = _words(np.packbits(valid.cpu().numpy(), bitorder="little"))
+        self._blocker = LogitBlocker(valid)
         self._eos_ids = tuple(eos_ids)
 
     def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
@@ -104,13 +105,10 @@ class Sampler:
             logits: float32 [rows, vocab]; changed in place.
             rows: How to choose, one per row.
         """
-        errors = _neutralised(logits, _finite(logits), NumericalError, NOT_FINITE)
-        if len(self.invalid_ids):
-            logits.index_fill_(1, self.invalid_ids.to(logits.device), -torch.inf)
-        grid = _Grid.of(_masked(_whole_blocks(logits), rows))
-        errors = _neutralised(grid.values, grid.peaks() > -torch.inf, ConstraintError, NOTHING_ALLOWED) | errors
-        for index in errors:
-            grid.tops[index] = 0
+        blocks = self._blocker.blocks(logits, [row.mask for row in rows])
+        grid = _Grid(blocks.values, blocks.tops)
+        errors = _neutralised(grid, blocks.finite, NumericalError, NOT_FINITE)
+        errors |= _neutralised(grid, grid.peaks() > -torch.inf, ConstraintError, NOTHING_ALLOWED)
         logprobs = _Logprobs(grid, rows)
         self._bias(grid, rows)
         tokens = _choose(grid, rows)
@@ -154,49 +152,6 @@ def _words(packed: NDArray[np.uint8]) -> NDArray[np.uint32]:
     return np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
 
 
-def _finite(logits: Tensor) -> Tensor:
-    """Whether each row of logits [rows, vocab] is finite: one NaN or infinity is enough to spoil a sum."""
-    finite = logits.sum(1).isfinite()
-    for index in (~finite).nonzero()[:, 0].tolist():
-        finite[index] = logits[index].isfinite().all()  # a sum also overflows where no logit is infinite
-    return finite
-
-
-def _neutralised(logits: Tensor, good: Tensor, kind: type[AgentrtError], message: str) -> dict[int, AgentrtError]:
-    """The error of each row that is not `good` [rows]; such a row becomes zeros, so that it can go along with the others."""
-    errors: dict[int, AgentrtError] = {}
-    for index in (~good).nonzero()[:, 0].tolist():
-        logits[index] = 0
-        errors[index] = kind(message)
-    return errors
-
-
-def _whole_blocks(logits: Tensor) -> Tensor:
-    """Logits [rows, vocab] with the vocabulary filled up to a whole number of blocks; models nearly always have one."""
-    missing = -logits.shape[1] % _BLOCK
-    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits.contiguous()
-
-
-#: For each byte of a mask, what to add to eight logits: 0 where the bit is set.
-_ADDED = torch.from_numpy(np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(np.float32))
-
-
-def _masked(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Adds -inf to what masks forbid, in place: eight logits for each byte, by a table."""
-    masks = [(index, row.mask) for index, row in enumerate(rows) if row.mask is not None]
-    if not masks:
-        return logits
-    packed = np.zeros((len(masks), logits.shape[1] // 8), dtype=np.uint8)
-    for place, (_, mask) in enumerate(masks):
-        shared = mask.view(np.uint8)[: packed.shape[1]]
-        packed[place, : len(shared)] = shared
-    codes = torch.from_numpy(packed).to(logits.device).view(-1).int()
-    added = _ADDED.to(logits.device).index_select(0, codes).view(len(masks), -1)
-    if len(masks) == len(rows):
-        return logits.add_(added)
-    return logits.index_add_(0, torch.tensor([index for index, _ in masks], device=logits.device), added)
-
-
 @dataclass(frozen=True, slots=True)
 class _Leaders:
     """The likeliest tokens of some rows, in order: by logit, equal ones by id.
@@ -228,16 +183,10 @@ class _Grid:
     values: Tensor
     tops: Tensor
 
-    @classmethod
-    def of(cls, logits: Tensor) -> _Grid:
-        """The grid of logits [rows, whole blocks], which it shares."""
-        values = logits.view(len(logits), -1, _BLOCK)
-        return cls(values, values.amax(-1))
-
     @property
     def width(self) -> int:
         """Logits in a row."""
-        return self.tops.shape[1] * _BLOCK
+        return self.tops.shape[1] * BLOCK
 
     def peaks(self) -> Tensor:
         """The largest logit of each row [rows]."""
@@ -266,14 +215,14 @@ class _Grid:
         if len(at) > self.tops.numel() // 8:  # reading everything in order is faster than much of it at random
             torch.amax(self.values, -1, out=self.tops)
         else:
-            blocks = at // _BLOCK
-            self.tops.view(-1)[blocks] = self.values.view(-1, _BLOCK)[blocks].amax(-1)
+            blocks = at // BLOCK
+            self.tops.view(-1)[blocks] = self.values.view(-1, BLOCK)[blocks].amax(-1)
 
     def likeliest(self) -> Tensor:
         """The likeliest token of each row [rows]; of equal ones, the first."""
         block = self.tops.argmax(-1)
         inside = self.values[torch.arange(len(block), device=block.device), block].argmax(-1)
-        return block * _BLOCK + inside
+        return block * BLOCK + inside
 
     def weights(self, index: Tensor, block: Tensor, temperature: Tensor) -> Tensor:
         """exp((logit - largest of the row) / temperature [n]) in one block [n] of each row at `index` [n]: float32 [n, 64]."""
@@ -299,7 +248,7 @@ class _Grid:
             weights = self.values.index_select(0, index).sub_(peaks).div_(colds).clamp_(min=_LIGHTEST).exp_().sum(-1)
             return weights.where(some, 0)
         row, block = place // some.shape[1], place % some.shape[1]
-        values = self.values.view(-1, _BLOCK).index_select(0, index[row] * some.shape[1] + block)
+        values = self.values.view(-1, BLOCK).index_select(0, index[row] * some.shape[1] + block)
         weights = values.sub_(peaks[row, 0]).div_(colds[row, 0]).clamp_(min=_LIGHTEST).exp_().sum(-1)
         return torch.zeros(some.numel(), device=index.device).index_copy_(0, place, weights).view(some.shape)
 
@@ -307,8 +256,8 @@ class _Grid:
         """The k likeliest tokens of the rows at `index` [n]."""
         blocks = self.tops[index].topk(min(k, self.tops.shape[1]), sorted=False).indices
         flat = (index[:, None] * self.tops.shape[1] + blocks).view(-1)
-        values, places = self.values.view(-1, _BLOCK).index_select(0, flat).view(len(index), -1).topk(k)
-        ids = blocks.gather(1, places // _BLOCK) * _BLOCK + places % _BLOCK
+        values, places = self.values.view(-1, BLOCK).index_select(0, flat).view(len(index), -1).topk(k)
+        ids = blocks.gather(1, places // BLOCK) * BLOCK + places % BLOCK
         edge = values[:, -1:]
         sure = (values > edge).sum(-1, keepdim=True)
         order = _keys(values, ids).argsort(-1)
@@ -330,6 +279,16 @@ def _keys(values: Tensor, ids: Tensor) -> Tensor:
     bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0, its equal
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats ascend as their bits descend
     return (~ascending).long() << 32 | ids
+
+
+def _neutralised(grid: _Grid, good: Tensor, kind: type[AgentrtError], message: str) -> dict[int, AgentrtError]:
+    """The error of each row that is not `good` [rows]; such a row becomes zeros, so that it can go along with the others."""
+    errors: dict[int, AgentrtError] = {}
+    for index in (~good).nonzero()[:, 0].tolist():
+        grid.values[index] = 0
+        grid.tops[index] = 0
+        errors[index] = kind(message)
+    return errors
 
 
 def is_biased(row: Row) -> bool:
@@ -436,7 +395,7 @@ def _draw_plain(grid: _Grid, rows: Sequence[Row], group: list[int]) -> dict[int,
     block = _passing(sums, targets, sums[:, -1:])
     before = sums.gather(1, (block - 1).clamp(min=0)).where(block > 0, 0)
     inside = grid.weights(index, block[:, 0], temperature).double().cumsum(-1)
-    token = block * _BLOCK + _passing(inside, targets - before, inside[:, -1:])
+    token = block * BLOCK + _passing(inside, targets - before, inside[:, -1:])
     return dict(zip(group, token[:, 0].tolist(), strict=True))
 
 

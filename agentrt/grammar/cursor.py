@@ -62,6 +62,11 @@ class GrammarCursor:
         """Tokens taken so far, an end token included."""
         return self._taken + self._ended
 
+    @property
+    def words(self) -> int:
+        """Words of a mask: ceil(vocabulary / 32)."""
+        return self._vocabulary.words
+
     def allowed(self) -> NDArray[np.int32]:
         """The mask: int32 [ceil(vocabulary / 32)], bit i of word w for token 32 w + i.
 
