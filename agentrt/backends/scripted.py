@@ -166,6 +166,7 @@ class ScriptedBackend:
         kinds = ("json_schema", "regex", "choices", "lark", "tools")
         self._capabilities = Capabilities(model, grammars=kinds, logprobs=logprobs, max_context=max_context)
         self._cache = PrefixSet()
+        self._checked: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self._running: dict[str, _Running] = {}
         self._inbox: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
@@ -216,18 +217,19 @@ class ScriptedBackend:
                 self._start_thread()
 
     def _check(self, request: Request) -> None:
-        if not request.prompt_ids:
+        ids = request.prompt_ids
+        if not ids:
             raise PromptError("the prompt is empty", param="prompt_ids")
-        low, high, size = min(request.prompt_ids), max(request.prompt_ids), self._tokenizer.vocab_size
-        if low < 0 or high >= size:
-            raise PromptError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of {size}", param="prompt_ids"
-            )
-        needed, limit = len(request.prompt_ids) + (request.sampling.max_tokens != 0), self._capabilities.max_context
+        if ids is not self._checked:  # the branches of a fork ask with one and the same tuple
+            low, high, size = min(ids), max(ids), self._tokenizer.vocab_size
+            if low < 0 or high >= size:
+                raise PromptError(
+                    f"token id {low if low < 0 else high} is outside the vocabulary of {size}", param="prompt_ids"
+                )
+            self._checked = ids
+        needed, limit = len(ids) + (request.sampling.max_tokens != 0), self._capabilities.max_context
         if needed > limit:
-            raise TooLongError(
-                f"the prompt has {len(request.prompt_ids)} tokens, the context {limit}", needed=needed, limit=limit
-            )
+            raise TooLongError(f"the prompt has {len(ids)} tokens, the context {limit}", needed=needed, limit=limit)
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -331,13 +333,14 @@ class ScriptedBackend:
                     raise answer.error
                 if end:
                     self._publish(request, said.ids)
+                begin = place * self._tokens_per_delta
                 yield TokenDelta(
                     request.request_id,
                     index,
                     step.ids,
                     step.text,
                     step.forced,
-                    self._scores(request, said.ids, place * self._tokens_per_delta, len(step.ids)),
+                    None if sampling.logprobs is None else self._scores(request, said.ids, begin, len(step.ids)),
                     prompt_scores if index == place == 0 else None,
                     said.reason if end else None,
                     said.match if end else None,

@@ -142,7 +142,7 @@ def _answer(branch: Branch, item: Item, turns: Turns, completion: Completion, sa
     yield from _tell(node, AgentEvent("answer", turns.step, text=said))
     meta = meta_of(completion, sample) | {"steps": turns.step + 1, "calls": [plain(call) for call in turns.made]}
     if item.variable is not None:
-        item.variable.feed.push(said)
+        item.variable.push(said)
         item.variable.settle(value, meta)
     return True
 

@@ -86,7 +86,7 @@ class Budget:
         seconds: How long it lasts from now; None for no bound of its own.
     """
 
-    __slots__ = ("_queue", "bounded", "deadline", "outer", "reserved", "tokens", "used")
+    __slots__ = ("_queue", "bounded", "deadline", "outer", "reserved", "timed", "tokens", "used")
 
     def __init__(self, outer: Budget | None = None, tokens: int | None = None, seconds: float | None = None) -> None:
         self.outer = outer
@@ -94,6 +94,7 @@ class Budget:
         self.deadline = None if seconds is None else time.monotonic() + seconds
         self.used = self.reserved = 0
         self.bounded: bool = tokens is not None or (outer is not None and outer.bounded)
+        self.timed: bool = seconds is not None or (outer is not None and outer.timed)
         self._queue: _Queue = _Queue() if outer is None else outer._queue
 
     def reserve(self, wanted: int | None, least: int = 1) -> Generator[Future[Any], Any, int]:
@@ -126,8 +127,10 @@ class Budget:
     def spend(self, tokens: int) -> None:
         """Counts generated tokens."""
         with self._queue.lock:
-            for budget in self._chain():
+            budget: Budget | None = self
+            while budget is not None:
                 budget.used += tokens
+                budget = budget.outer
 
     def seconds(self) -> float | None:
         """Seconds that are left, None for no bound.
@@ -135,6 +138,8 @@ class Budget:
         Raises:
             AbortedError: The deadline has passed.
         """
+        if not self.timed:
+            return None
         outer = self.outer.seconds() if self.outer is not None else None
         if self.deadline is None:
             return outer

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrt.lang import ir
 from agentrt.lang.budget import Budget
+from agentrt.lang.options import seeded
 from agentrt.lang.reasoning import ReasoningSplitter
 from agentrt.lang.run import check_complete
 from agentrt.lang.values import CutValueError, InvalidValueError, ValueType
@@ -47,8 +47,8 @@ def generate(branch: Branch, item: Item) -> Generator[Future[Any], Any, None]:
 def sampling_of(branch: Branch, item: Item, attempt: int = 0) -> SamplingParams:
     """The parameters of a gen's request: its own, the run's defaults, the seed."""
     node: ir.Gen = item.node
-    own = node.sampling if node.value is None else {**node.sampling, **node.value.constraint}
-    return branch.run.sampling.params(own, typed=node.value is not None, seed=lambda: branch.seed(item, attempt))
+    made, drawing = branch.run.sampling.of_gen(node)
+    return made if drawing is None else seeded(drawing, branch.seed(item, attempt))
 
 
 def ask(
@@ -76,7 +76,8 @@ def ask(
             ids, tail = branch.prompt(heal=healing)
         request = branch.request(ids, sampling, tail=tail, seconds=getattr(item.node, "deadline", None))
         began = branch.run.clock()
-        completion: Completion = yield branch.submit(request, show).future
+        asking = branch.submit(request, show)
+        completion: Completion = asking.result() if asking.done() else (yield asking)
         branch.record(item, kind, request, completion.usage, began, completion.finish_reason)
     finally:
         if reserved:
@@ -109,7 +110,7 @@ def _shows(branch: Branch, item: Item) -> Callable[[str], None]:
     if variable is None or item.node.retries:  # an answer that may be asked for again is shown when it has passed
         return feed.push
     if item.node.reasoning is not None:
-        splitter = ReasoningSplitter(item.node.reasoning, item.variables[0].feed.push, variable.feed.push)
+        splitter = ReasoningSplitter(item.node.reasoning, item.variables[0].push, variable.push)
         item.state = splitter
 
         def show_both(text: str) -> None:
@@ -117,10 +118,9 @@ def _shows(branch: Branch, item: Item) -> Callable[[str], None]:
             splitter.push(text)
 
         return show_both
-    push = variable.feed.push
 
     def show(text: str) -> None:
-        push(text)
+        variable.push(text)
         feed.push(text)
 
     return show
@@ -165,15 +165,14 @@ def _settle(branch: Branch, item: Item, completion: Completion, values: list[Any
     if variable is None:
         return
     value = values[0] if len(values) == 1 else values
-    meta = partial(_metas, completion)
     splitter = item.state
     if item.node.retries:
-        variable.feed.push(completion.text)
+        variable.push(completion.text)
     if isinstance(splitter, ReasoningSplitter):
         splitter.finish()
-        item.variables[0].settle(splitter.reasoning, meta)
+        item.variables[0].settle(splitter.reasoning, completion, _metas)
         value = splitter.answer
-    variable.settle(value, meta)
+    variable.settle(value, completion, _metas)
 
 
 def _metas(completion: Completion) -> Any:

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from agentrt.errors import AbortedError, PromptError, UserError
@@ -40,9 +39,10 @@ from agentrt.request import Completion, ProgramTag, Request, SamplingParams, Usa
 
 Step = Generator[Future[Any], Any, None]
 
-_UNNAMED = frozenset({ir.Text, ir.ScopeEnd})  #: nodes that set no variable, the second though it has a name
+#: Nodes that ask the model, and nodes that set a variable, if they are named.
+_CALLS = frozenset({ir.Gen, ir.Select, ir.ToolCall, ir.AgentLoop})
+_NAMED = _CALLS | {ir.ScopeBegin}
 
-_IDLE: Future[Any] = Promise()  #: what a drive returns when nothing is left to run
 _DONE: Promise[Any] = Promise()  #: the mark of a branch that has run everything
 _DONE.set_result(None)
 _CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a control token
@@ -146,14 +146,13 @@ class JoinPoint:
 
     children: list[Branch]
     marks: list[Future[None]]
-    sources: list[dict[str, Variable]]
-    gathered: dict[str, Variable]
+    gathered: list[tuple[Variable, list[Variable]]]  # each with those of the branches that it takes over
     keep_errors: bool
     append_text: bool
 
     def fail(self, error: BaseException) -> None:
         """The join cannot be reached."""
-        for variable in self.gathered.values():
+        for variable, _ in self.gathered:
             variable.fail(error)
 
 
@@ -174,6 +173,12 @@ class Branch:
         cancelled: It was cancelled on purpose.
     """
 
+    __slots__ = (
+        "_asking", "_busy", "_calls_waiting", "_expected", "_item", "_parking", "_queue", "_step", "_tag", "budget", "cancelled",
+        "error", "feed", "fork_text", "forks", "inherited", "known_ids", "messages", "number", "offered", "own", "path", "roles",
+        "run", "scopes", "seen", "shared_ids", "transcript", "variables",
+    )  # fmt: skip
+
     def __init__(self, run: Run, path: str = "", budget: Budget | None = None, *, started: bool = True) -> None:
         self.run = run
         self.path = path
@@ -183,7 +188,7 @@ class Branch:
         self.transcript = Transcript()
         self.feed = Feed()
         self.messages: list[Message] = []
-        self.scopes: list[tuple[Variable, int]] = []
+        self.scopes: tuple[tuple[Variable, int], ...] = ()
         self.roles = run.roles
         self.offered: tuple[str, ...] | None = None  # names of the tools that the model has been told of
         self.known_ids = 0  # leading ids that an earlier request of this program has computed
@@ -193,7 +198,7 @@ class Branch:
         self.inherited = self.seen = self.cancelled = False
         self.forks = 0
         self._parking: Promise[None] | None = None  # done while tool calls wait for approval
-        self._expected: dict[str, Future[Variable]] = {}
+        self._expected: dict[str, Future[Variable]] | None = None
         self._queue: deque[Item] = deque()
         self.number = 0
         self._calls_waiting = 0
@@ -201,6 +206,7 @@ class Branch:
         self._item: Item | None = None
         self._step: Step | None = None
         self._asking: Asking | None = None
+        self._tag: ProgramTag | None = None
         run.branches.append(self)
 
     # ------------------------------------------------------------------ body time
@@ -214,17 +220,16 @@ class Branch:
         """
         if self.error is not None:
             self._check()
-        last: Variable | None = None
-        items: list[Item] = []
+        variables: tuple[Variable, ...] = ()
+        last, items = variables, []
         for node in ir.nodes(value):  # all of it is looked at before any of it is declared
-            variables = self._declare(node)
+            variables = self._declare(node) if type(node) in _NAMED else ()
             items.append(Item(node, variables, where, self.number))
             self.number += 1
-            if variables:
-                last = variables[-1]
+            last = variables or last
         if items:
             self._enqueue(items)
-        return last
+        return last[-1] if last else None
 
     def enqueue(self, node: Any, where: ir.Where) -> None:
         """Appends one of the interpreter's own nodes."""
@@ -278,6 +283,7 @@ class Branch:
         with self.run.lock:
             found, error = self.variables.get(name), self.error
             if found is None and error is None and not self.run.done.done():
+                self._expected = {} if self._expected is None else self._expected
                 return self._expected.setdefault(name, Promise())
         future: Future[Variable] = Promise()
         if found is not None:
@@ -295,8 +301,8 @@ class Branch:
         """The run is over: nothing follows in the text, and what was expected will not come."""
         self.feed.close(self.error)
         with self.run.lock:
-            expected, self._expected = self._expected, {}
-        for name, future in expected.items():
+            expected, self._expected = self._expected, None
+        for name, future in (expected or {}).items():
             future.set_exception(self.error or UnknownVariableError(name, self.variables))
 
     def _check(self) -> None:
@@ -305,10 +311,11 @@ class Branch:
             raise self.error
 
     def _declare(self, node: Any) -> tuple[Variable, ...]:
-        names = _names(node)
-        if not names:
+        if not node.name:
             return ()
-        variables = tuple([Variable(name) for name in names])
+        answer = Variable(node.name)
+        thinking = getattr(node, "reasoning", None)
+        variables = (Variable(f"{node.name}_reasoning_content"), answer) if thinking else (answer,)
         for variable in variables:
             self._register(variable)
         return variables
@@ -361,10 +368,11 @@ class Branch:
         """Appends a join: the variables that the children set become lists here, in the children's order."""
         taken = [child for child in children if not child.cancelled]
         names = dict.fromkeys(name for child in taken for name in child.own)
-        gathered = {name: Variable(name) for name in names}
-        sources = [{name: child.variables[name] for name in child.own} for child in taken]
-        point = JoinPoint(taken, [child.mark() for child in taken], sources, gathered, keep_errors, append_text)
-        for variable in gathered.values():
+        gathered = [
+            (Variable(name), [child.variables[name] for child in taken if name in child.own]) for name in names
+        ]
+        point = JoinPoint(taken, [child.mark() for child in taken], gathered, keep_errors, append_text)
+        for variable, _ in gathered:
             self._register(variable)
         self.enqueue(point, where)
 
@@ -390,58 +398,47 @@ class Branch:
         for variable, _ in self.scopes:
             variable.fail(error)
         self.feed.close(error)
-        if asking is not None and not asking.future.done():
+        if asking is not None and not asking.done():
             self.run.abort(asking.request.request_id)
 
     # ------------------------------------------------------------------- run time
 
     def _drive(self, ready: Future[Any] | None = None) -> None:
         """Runs nodes until one must wait or none is left. Only who set `_busy` is in here."""
-        while True:
-            try:
-                waiting = self._advance(ready) if self._step is not None else self._begin_next()
-            except BaseException as error:
-                item, self._step = self._item, None
-                self.fail(error, item)
-                return
-            if waiting is _IDLE:
-                return
-            if waiting is not None and not waiting.done():
-                waiting.add_done_callback(self._drive)
-                return
-            ready = waiting
+        step, self._step = self._step, None
+        try:
+            while True:
+                if step is None:
+                    item = self._next()
+                    if item is None:
+                        return
+                    step = _STEPS[type(item.node)](self, item)
+                    waiting = None if step is None else next(step, None)
+                elif self.error is not None:  # cancelled meanwhile
+                    step.close()
+                    return
+                else:
+                    waiting = _resumed(step, ready)
+                if waiting is None:
+                    step = None
+                elif not waiting.done():
+                    self._step = step
+                    waiting.add_done_callback(self._drive)
+                    return
+                ready = waiting
+        except BaseException as error:
+            self.fail(error, self._item)
 
-    def _begin_next(self) -> Future[Any] | None:
+    def _next(self) -> Item | None:
+        """Takes the next node from the queue; None if there is none, or the branch has failed."""
         with self.run.lock:
             if self.error is not None or not self._queue:
                 self._item = None
                 self._busy = self.error is not None
-                return _IDLE
+                return None
             item = self._item = self._queue.popleft()
             self._calls_waiting -= type(item.node) in _CALLS
-        step = _STEPS[type(item.node)](self, item)
-        if step is None:
-            return None
-        self._step = step
-        waiting = next(step, None)
-        if waiting is None:
-            self._step = None
-        return waiting
-
-    def _advance(self, ready: Future[Any] | None) -> Future[Any] | None:
-        step = self._step
-        if step is None or ready is None:
-            raise AssertionError("a step waits on a future")
-        if self.error is not None:  # cancelled meanwhile
-            self._step = None
-            step.close()
-            return _IDLE
-        error = ready.exception()
-        try:
-            return step.send(ready.result()) if error is None else step.throw(error)
-        except StopIteration:
-            self._step = None
-            return None
+        return item
 
     def write(self, piece: Piece, shown: str | None = None) -> None:
         """Appends text or a control token to the transcript, and to the text that readers see."""
@@ -570,12 +567,14 @@ class Branch:
         parts: int = 0,
     ) -> Request:
         """Makes a request that carries the branch's place in the program, its deadline and what comes next."""
-        left = self.budget.seconds()
+        left = self.budget.seconds() if self.budget.timed else None
         deadline = left if seconds is None else seconds if left is None else min(left, seconds)
         following = self._queue[0].node if self._queue else None
         if not parts and isinstance(following, ForkPoint):
             parts = len(following.children)
-        tag = ProgramTag(self.run.id, self.path, self._calls_waiting, parts)
+        tag = self._tag
+        if tag is None or tag.expected_calls != self._calls_waiting or tag.will_fork != parts:
+            tag = self._tag = ProgramTag(self.run.id, self.path, self._calls_waiting, parts)
         return made_request(ids, sampling, tag, deadline, tail)
 
     def submit(self, request: Request, show: Callable[[str], None] | None = None) -> Asking:
@@ -596,26 +595,22 @@ class Branch:
         call = Call(
             self.path,
             item.number,
-            item.variable.name if item.variable is not None else "",
+            item.node.name or "",
             kind,
-            f"{item.where[0]}:{item.where[1]}",
-            usage.prompt_tokens or len(ids),
+            item.where,
+            len(ids),
             known_ids,
-            usage.cached_tokens,
             ids[known_ids] if known_ids < len(ids) else None,
-            usage.completion_tokens,
-            usage.forced_tokens,
-            usage.forward_passes,
-            usage.passes_saved,
-            usage.queue_seconds,
-            usage.run_seconds,
+            usage,
             began,
             self.run.clock(),
             reason,
         )
         self.run.calls.append(call)
+        self._asking = None
         self.known_ids = len(ids)
-        self.budget.spend(usage.completion_tokens)
+        if self.budget.bounded:
+            self.budget.spend(usage.completion_tokens)
         return call
 
     def answered(self, completion: Completion, tail: bytes = b"") -> None:
@@ -654,14 +649,6 @@ class Branch:
         return bool(self.messages) and self.messages[-1].end is None
 
 
-def _names(node: Any) -> tuple[str, ...]:
-    """Names of the variables that a node sets."""
-    name = None if type(node) in _UNNAMED else getattr(node, "name", None)
-    if not name:
-        return ()
-    return (f"{name}_reasoning_content", name) if getattr(node, "reasoning", None) else (name,)
-
-
 def _groups(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Messages that belong together: the results of tool calls stay with the turn that made the calls."""
     groups: list[list[dict[str, Any]]] = []
@@ -678,6 +665,17 @@ def _explain(error: BaseException, program: str, item: Item) -> None:
     if line and not getattr(error, "__notes__", None):
         source = linecache.getline(file, line).strip()
         error.add_note(f"in program {program!r}, {file}:{line}" + (f": {source}" if source else ""))
+
+
+def _resumed(step: Step, ready: Future[Any] | None) -> Future[Any] | None:
+    """Goes on with a step that waited; returns what it waits on next, or None if it has ended."""
+    if ready is None:
+        raise AssertionError("a step waits on a future")
+    error = ready.exception()
+    try:
+        return step.send(ready.result()) if error is None else step.throw(error)
+    except StopIteration:
+        return None
 
 
 # ----------------------------------------------------------------------------- steps
@@ -723,13 +721,14 @@ def _role_end(branch: Branch, item: Item) -> None:
 
 
 def _scope_begin(branch: Branch, item: Item) -> None:
-    branch.scopes.append((item.variables[0], len(branch.feed.pieces)))
+    branch.scopes += ((item.variables[0], len(branch.feed.pieces)),)
 
 
 def _scope_end(branch: Branch, item: Item) -> None:
-    variable, begin = branch.scopes.pop()
+    *outer, (variable, begin) = branch.scopes
+    branch.scopes = tuple(outer)
     text = "".join(branch.feed.pieces[begin:])
-    variable.feed.push(text)
+    variable.push(text)
     variable.settle(text)
 
 
@@ -767,10 +766,8 @@ def _join(branch: Branch, item: Item) -> Step:
             failed = failed or error
     if failed is not None and not point.keep_errors:
         raise failed
-    for name, variable in point.gathered.items():
-        sources = [own[name] for own in point.sources if name in own]
-        values = [source.future.exception() or source.future.result() for source in sources]
-        variable.settle(values, partial(_metas, sources))
+    for variable, sources in point.gathered:
+        variable.settle([source.error or source.value for source in sources], sources, _metas)
     if point.append_text:
         for child in point.children:
             branch.write("".join(child.feed.pieces[child.fork_text :]))
@@ -780,7 +777,6 @@ from agentrt.lang.agent import call_once, loop  # noqa: E402
 from agentrt.lang.generate import generate  # noqa: E402  (the steps that ask the model need the classes above)
 from agentrt.lang.scoring import select_best  # noqa: E402
 
-_CALLS = frozenset({ir.Gen, ir.Select, ir.ToolCall, ir.AgentLoop})
 _STEPS: dict[type, Callable[[Branch, Item], Step | None]] = {
     ir.Text: _text,
     ir.Gen: generate,

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from operator import attrgetter
-from typing import Any
+from itertools import repeat
+from operator import attrgetter, call
+from typing import TYPE_CHECKING, Any
 
 from agentrt.errors import UserError
 from agentrt.request import CONSTRAINT_FIELDS, SamplingParams
 
+if TYPE_CHECKING:
+    from agentrt.lang.ir import Gen
+
 DEFAULT_MAX_TOKENS = 128
+KNOWN_NODES = 1024  #: most gens whose parameters a run keeps
+
+#: Parameters, and all their values if something is drawn with them: each gen then gets them with a seed of its own.
+Made = tuple[SamplingParams, tuple[Any, ...] | None]
 
 _FIELDS = tuple(f.name for f in fields(SamplingParams))
 _KNOWN = frozenset(_FIELDS)
@@ -89,7 +98,7 @@ class Sampling:
         self._limit = self._defaults.pop("max_tokens", DEFAULT_MAX_TOKENS)
         self._limited = "max_tokens" in defaults or base is not None
         self.seed: int | None = self._defaults.pop("seed", None)
-        self._made: dict[Any, SamplingParams] = {}
+        self._made: dict[int, tuple[Gen, Made]] = {}
 
     def to_json(self) -> dict[str, Any]:
         """The defaults as plain values."""
@@ -110,43 +119,44 @@ class Sampling:
         typed: bool = False,
         seed: Callable[[], int] = lambda: 0,
     ) -> SamplingParams:
-        """Returns the checked parameters of one gen.
+        """Returns the checked parameters of one request.
 
         Args:
-            own: The gen's own fields.
+            own: The fields that were given for it.
             typed: The answer is a typed value: its length is bounded by the context, not by the default limit.
-            seed: Makes what this gen draws from, if it draws at all and brings no seed of its own.
+            seed: Makes what it draws from, if it draws at all and brings no seed of its own.
         """
-        key = (typed, tuple(own.items()))
-        try:
-            made = self._made.get(key)
-        except TypeError:  # a dict or list among the options
-            return self._seeded(self._make(own, typed), own, seed)
-        if made is None:
-            made = self._make(own, typed)
-            if len(self._made) < 1024:
-                self._made[key] = made
-        return self._seeded(made, own, seed)
+        made, drawing = self._make(own, typed)
+        return made if drawing is None else seeded(drawing, seed())
 
-    def _make(self, own: Mapping[str, Any], typed: bool) -> SamplingParams:
+    def of_gen(self, node: Gen) -> Made:
+        """The checked parameters of a gen, worked out once for each node."""
+        known = self._made.get(id(node))
+        if known is not None:
+            return known[1]
+        own = node.sampling if node.value is None else {**node.sampling, **node.value.constraint}
+        made = self._make(own, node.value is not None)
+        if len(self._made) < KNOWN_NODES:
+            self._made[id(node)] = node, made  # with the node, so that its id stays its own
+        return made
+
+    def _make(self, own: Mapping[str, Any], typed: bool) -> Made:
         merged: dict[str, Any] = self._defaults | dict(own)
         limit = None if typed and not self._limited else self._limit
         limit = merged.pop("max_tokens", limit)
-        return SamplingParams(max_tokens=limit, **merged)
-
-    def _seeded(self, made: SamplingParams, own: Mapping[str, Any], seed: Callable[[], int]) -> SamplingParams:
-        if "seed" in own or (made.temperature == 0 and made.n == 1):  # nothing is drawn
-            return made
-        return _with_seed(made, seed())
+        made = SamplingParams(max_tokens=limit, **merged)
+        draws = "seed" not in own and (made.temperature > 0 or made.n > 1)
+        return made, _all_of(made) if draws else None
 
 
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    # All but the seed was checked when `params` was made; checking it again would cost a third of a gen's whole overhead.
-    copy = object.__new__(SamplingParams)
-    for put, value in zip(_PUT, _all_of(params), strict=True):
-        put(copy, value)
-    _PUT_SEED(copy, seed)
-    return copy
+def seeded(values: tuple[Any, ...], seed: int) -> SamplingParams:
+    """Returns parameters with these values and that seed. The values were checked when they were first put together; doing so for
+    every gen would cost more than all else that the language does for it.
+    """
+    params = object.__new__(SamplingParams)
+    deque(map(call, _PUT, repeat(params), values), 0)
+    _PUT_SEED(params, seed)
+    return params
 
 
 def derive_seed(*path: int | str) -> int:

@@ -38,11 +38,15 @@ RUN_OPTIONS = frozenset(
 
 @dataclass(slots=True)
 class Plan:
-    """One run that has not begun: the arguments for the body, the options for the run, and whose spans its own belong under."""
+    """One run that has not begun: the arguments for the body, the options for the run, and whose spans its own belong under.
+
+    The runs of a batch share one `sampling`, and with it what was checked once.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
+    sampling: Sampling | None = None
     caller: Any = field(default_factory=spans.caller_context)
 
 
@@ -231,13 +235,18 @@ class Function(Generic[P, R]):
         Raises:
             UserError: The arguments are no such list, or an option is wrong.
         """
-        plans = [self._batch_plan(arguments, options) for arguments in _listed(batch_arguments)]
+        shared = self.plan_options(options)
+        shared.pop("stream", None)
+        sampling = _sampling_of(shared)
+        plans = [self._batch_plan(arguments, shared, sampling) for arguments in _listed(batch_arguments)]
         done = batch.run_plans(self, plans, num_threads, progress_bar)
         if generator_style:
             return batch.in_order(done, return_exceptions)
         return batch.all_of(done, return_exceptions)
 
-    def _batch_plan(self, arguments: Mapping[str, Any] | Sequence[Any], options: Mapping[str, Any]) -> Plan:
+    def _batch_plan(
+        self, arguments: Mapping[str, Any] | Sequence[Any], shared: dict[str, Any], sampling: Sampling
+    ) -> Plan:
         if isinstance(arguments, Mapping):
             plan = self.plan((), {**arguments})
         elif isinstance(arguments, tuple | list):
@@ -247,9 +256,11 @@ class Function(Generic[P, R]):
                 f"run_batch takes dicts or tuples of arguments; one of them is {arguments!r:.60}",
                 param="batch_arguments",
             )
-        shared = self.plan_options(options)
-        plan.options = shared | plan.options
-        plan.options.pop("stream", None)
+        if plan.options:
+            plan.options = shared | plan.options
+            plan.options.pop("stream", None)
+        else:
+            plan.options, plan.sampling = shared, sampling
         return plan
 
     @overload
@@ -358,13 +369,9 @@ class Function(Generic[P, R]):
         options = plan.options
         backend = _checked(options.get("backend") or backends.default_backend())
         run_options = {name: options[name] for name in RUN_OPTIONS if options.get(name) is not None}
-        sampling = Sampling(
-            sampling_fields({name: value for name, value in options.items() if name not in RUN_OPTIONS}),
-            run_options.get("sampling"),
-        )
         run = Run(
             backend,
-            sampling,
+            plan.sampling or _sampling_of(options),
             name=self.name,
             budget=Budget(None, run_options.get("token_budget"), run_options.get("deadline")),
             gate=gate,
@@ -416,6 +423,11 @@ class Function(Generic[P, R]):
         if self.is_async:
             return on_loop(self.aperform(trunk, plan))
         return in_background(lambda: self.perform(trunk, plan))
+
+
+def _sampling_of(options: Mapping[str, Any]) -> Sampling:
+    own = {name: value for name, value in options.items() if name not in RUN_OPTIONS}
+    return Sampling(sampling_fields(own), options.get("sampling"))
 
 
 def _checked(backend: Any) -> Backend:

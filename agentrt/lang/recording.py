@@ -8,10 +8,13 @@ that serialise to JSON.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agentrt.backend import Tokenizer
 from agentrt.errors import UserError
+from agentrt.lang import ir
 from agentrt.observe.report import Report, build_report
+from agentrt.request import Usage
 
 if TYPE_CHECKING:
     from agentrt.lang.run import Run
@@ -21,11 +24,7 @@ FORMAT = 1
 
 def report_of(run: Run) -> Report:
     """The report of a run, as far as it has come."""
-    tokenizer = run.tokenizer
-    calls = []
-    for call in list(run.calls):
-        first = None if call.first_new is None else tokenizer.decode([call.first_new], skip_special=False)
-        calls.append(asdict(call) | {"first_new": first})
+    calls = [call.values(run.tokenizer) for call in list(run.calls)]
     branches = [
         {
             "path": branch.path,
@@ -48,22 +47,19 @@ def report_of(run: Run) -> Report:
     )
 
 
-@dataclass(slots=True)
-class Call:
-    """One request that a program made.
+class Call(NamedTuple):
+    """One request that a program made, as little as there is to note; `values` has it in full.
 
     Attributes:
         branch: Path of the branch; "" is the trunk.
         number: Which node of the branch made it.
         name: Variable, or "".
         kind: "gen", "select", "tool_call" or "agent_loop".
-        where: "file:line" of the statement.
+        where: File and line of the statement.
         prompt_tokens: Length of its prompt.
         known_tokens: Leading part of the prompt that the program had computed before.
-        cached_tokens: Leading part of the prompt that the backend reused.
         first_new: Id of the first prompt token that the program had not computed before, or None.
-        completion_tokens, forced_tokens, forward_passes, passes_saved: As in `Usage`.
-        queue_seconds, run_seconds: As in `Usage`.
+        usage: What the backend says that it cost.
         began, ended: Seconds since the run began.
         finish_reason: Why it ended.
     """
@@ -72,20 +68,38 @@ class Call:
     number: int
     name: str
     kind: str
-    where: str
-    prompt_tokens: int = 0
-    known_tokens: int = 0
-    cached_tokens: int = 0
-    first_new: int | None = None
-    completion_tokens: int = 0
-    forced_tokens: int = 0
-    forward_passes: int = 0
-    passes_saved: int = 0
-    queue_seconds: float = 0.0
-    run_seconds: float = 0.0
-    began: float = 0.0
-    ended: float = 0.0
-    finish_reason: str = ""
+    where: ir.Where
+    prompt_tokens: int
+    known_tokens: int
+    first_new: int | None
+    usage: Usage
+    began: float
+    ended: float
+    finish_reason: str
+
+    def values(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The call as a report has it."""
+        usage, first = self.usage, self.first_new
+        return {
+            "branch": self.branch,
+            "number": self.number,
+            "name": self.name,
+            "kind": self.kind,
+            "where": f"{self.where[0]}:{self.where[1]}",
+            "prompt_tokens": usage.prompt_tokens or self.prompt_tokens,
+            "known_tokens": self.known_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "first_new": None if first is None else tokenizer.decode([first], skip_special=False),
+            "completion_tokens": usage.completion_tokens,
+            "forced_tokens": usage.forced_tokens,
+            "forward_passes": usage.forward_passes,
+            "passes_saved": usage.passes_saved,
+            "queue_seconds": usage.queue_seconds,
+            "run_seconds": usage.run_seconds,
+            "began": self.began,
+            "ended": self.ended,
+            "finish_reason": str(self.finish_reason),
+        }
 
 
 @dataclass(slots=True)

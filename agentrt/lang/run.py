@@ -50,14 +50,11 @@ class Gate(Protocol):
         ...
 
 
-class Asking:
-    """One request in flight: collects its deltas and shows its text as it comes."""
-
-    __slots__ = ("_collector", "_show", "future", "request")
+class Asking(Promise[Completion]):
+    """One request in flight, and the promise of its completion: collects its deltas and shows its text as it comes."""
 
     def __init__(self, request: Request, show: Callable[[str], None] | None) -> None:
         self.request = request
-        self.future: Promise[Completion] = Promise()
         self._collector: Collector | None = None
         self._show = show
 
@@ -68,11 +65,11 @@ class Asking:
             if self._show is not None and delta.text and delta.index == 0:
                 self._show(delta.text)
         except BaseException as error:
-            if not self.future.done():
-                self.future.set_exception(copy.copy(error) if isinstance(error, AgentrtError) else error)
+            if not self.done():
+                self.set_exception(copy.copy(error) if isinstance(error, AgentrtError) else error)
             return
-        if completion is not None and not self.future.done():
-            self.future.set_result(completion)
+        if completion is not None:
+            self.offer(completion)
 
     def _add(self, delta: TokenDelta) -> Completion | None:
         if self._collector is None:

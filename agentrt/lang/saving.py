@@ -73,11 +73,11 @@ def snapshot(branch: Branch) -> dict[str, Any]:
 
 
 def _settled(branch: Branch) -> list[tuple[str, Variable]]:
-    return [(n, v) for n, v in branch.variables.items() if v.future.done() and v.future.exception() is None]
+    return [(n, v) for n, v in branch.variables.items() if v.closed and v.error is None]
 
 
 def _variable_values(variable: Variable) -> dict[str, Any]:
-    value = variable.future.result()
+    value = variable.value
     calls = isinstance(value, list) and bool(value) and all(isinstance(part, Call) for part in value)
     return {"value": plain(value), "meta": plain(variable.meta), "calls": calls}
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from agentrt.errors import RequestError, UserError
@@ -69,18 +70,23 @@ def _score(branch: Branch, item: Item, prompts: list[tuple[tuple[int, ...], int]
     began = branch.run.clock()
     requests = []
     for ids, start in prompts:
-        sampling = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=start)
-        requests.append(branch.request(ids, sampling, parts=len(prompts)))
+        requests.append(branch.request(ids, _scoring_from(start), parts=len(prompts)))
     waiting = [branch.submit(request) for request in requests]
     found: list[tuple[float, ...]] = []
     known_ids = branch.known_ids
     for request, asking, (ids, start) in zip(requests, waiting, prompts, strict=True):
-        completion: Completion = check_complete((yield asking.future))
+        completion: Completion = check_complete((yield asking))
         branch.known_ids = min(known_ids, start)
         branch.record(item, "select", request, completion.usage, began, "scored")
         known_ids = start  # the first of them has computed what they share
         found.append(_own(completion, ids, start))
     return found
+
+
+@lru_cache(maxsize=256)
+def _scoring_from(start: int) -> SamplingParams:
+    """Parameters that generate nothing and score the prompt from a place on."""
+    return SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=start)
 
 
 def _own(completion: Completion, ids: tuple[int, ...], start: int) -> tuple[float, ...]:
@@ -128,7 +134,7 @@ def _append(branch: Branch, item: Item, scored: list[Scored], best: int) -> None
     branch.known_ids = len(branch.transcript)
     variable = item.variable
     if variable is not None:
-        variable.feed.push(choice.text)
+        variable.push(choice.text)
         variable.settle(choice.text, _meta(item.node.method, scored, best))
 
 
@@ -170,5 +176,5 @@ def _ask_for_one(branch: Branch, item: Item) -> Waits:
     choice = max(found, key=len)
     branch.feed.push(choice)
     if item.variable is not None:
-        item.variable.feed.push(choice)
+        item.variable.push(choice)
         item.variable.settle(choice, {"choice": node.choices.index(choice), "choices_method": "asked"})

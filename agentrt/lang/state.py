@@ -30,6 +30,8 @@ from agentrt.observe.report import Report
 class Face:
     """What both forms of a state share: everything that does not wait."""
 
+    __slots__ = ("_branch", "_inside", "_joins")
+
     def __init__(self, branch: Branch, *, inside: bool = True, joins: Callable[[], Any] | None = None) -> None:
         self._branch = branch
         self._inside = inside  # held by the body, which knows what it has appended; others wait for the body
@@ -302,6 +304,8 @@ class _Fuller:
 class State(Face):
     """A program's state. ``s += ...`` appends and never waits; reading waits."""
 
+    __slots__ = ()
+
     def __getitem__(self, name: str) -> Any:
         return self.get_var(name)
 
@@ -313,7 +317,7 @@ class State(Face):
             AgentrtError: The error that the state failed with.
         """
         variable = self._branch.variables.get(name) or self._wait(self._variable(name))
-        return self._wait(variable.future)
+        return variable.value if variable.closed and variable.error is None else self._wait(variable.future)
 
     def get_meta_info(self, name: str) -> Any:
         """Returns what is known about how a variable's value came to be: tokens, log-probabilities, why it ended."""
@@ -408,7 +412,7 @@ class State(Face):
         """Yields the text of a variable, or of the whole state, as it comes; ends with the state's error if it fails."""
         try:
             if var_name is not None:
-                yield from self._wait(self._variable(var_name)).feed.read()
+                yield from self._wait(self._variable(var_name)).read()
             elif not self._inside:
                 yield from self._branch.feed.read()
             else:  # the body itself reads: what it has appended so far
@@ -421,7 +425,7 @@ class State(Face):
         variable: Variable | None = None
         if var_name is not None:
             variable = await await_future(self._variable(var_name))
-        feed = self._branch.feed if variable is None else variable.feed
+        feed = self._branch.feed if variable is None else variable
         try:
             async for piece in feed.aread():
                 yield (piece, {} if variable is None else variable.meta) if return_meta_data else piece
@@ -470,6 +474,8 @@ class State(Face):
 
 class AsyncState(Face):
     """The state of an ``async def`` program: ``s += ...`` appends as ever, and everything that reads is awaited."""
+
+    __slots__ = ()
 
     def __getitem__(self, name: str) -> Awaitable[Any]:
         return self.get_var(name)
@@ -533,7 +539,7 @@ class AsyncState(Face):
             if var_name is None:
                 pieces = self._branch.feed.aread(until=self._look(_length))
             else:
-                pieces = (await self._wait(self._variable(var_name))).feed.aread()
+                pieces = (await self._wait(self._variable(var_name))).aread()
             async for piece in pieces:
                 yield piece
         finally:

@@ -43,6 +43,8 @@ class Overhang:
 class Transcript:
     """Ids and pending text of one branch; see the module's text. One thread at a time."""
 
+    __slots__ = ("_own", "_shared", "ended", "kinds", "logprobs", "overhang", "pending")
+
     def __init__(self, shared: tuple[int, ...] = ()) -> None:
         self._shared = shared
         self._own: list[int] = []
@@ -92,7 +94,8 @@ class Transcript:
             The bytes of the token that was left out; empty if none was.
         """
         if not self.pending:  # an answer directly after an answer
-            self._trim()
+            if self.overhang is not None:
+                self._trim()
             return b""
         pieces, self.pending = _merged(self.pending), []
         pieces = self._continue_answer(pieces)
@@ -153,9 +156,10 @@ class Transcript:
             healed: Bytes that the ids begin with and the text does not (see `settle`).
         """
         ids, kinds = list(sample.token_ids), bytearray(_SAMPLED * len(sample.token_ids))
-        for place, forced in enumerate(sample.forced):
-            if forced:
-                kinds[place] = FORCED
+        if True in sample.forced:
+            for place, forced in enumerate(sample.forced):
+                if forced:
+                    kinds[place] = FORCED
         if sample.logprobs:
             self._note_logprobs([t.logprob or 0.0 for t in sample.logprobs])
         self.ended = None

@@ -1,17 +1,16 @@
 """Variables and streams: what a program reads, with an implicit wait.
 
-A `Variable` exists from the moment its gen is appended, so that reading it waits instead of failing; its value comes
-through a future. A `Feed` is text that grows and that any number of readers follow, each at its own pace. Both are
-written by whichever thread brings the answer and read from any other. Invariant: each ends exactly once, with a value or
-with the error that its program ends with; a reader that waits is always told.
+A `Feed` is text that grows and that any number of readers follow, each at its own pace. A `Variable` is one that ends with
+a value; it exists from the moment its gen is appended, so that reading it waits instead of failing. Both are written by
+whichever thread brings the answer and read from any other. Invariant: each ends exactly once, with a value or with the
+error that its program ends with; a reader that waits is always told.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from agentrt.lang.waiting import Promise, await_future, wait
@@ -102,48 +101,89 @@ class Feed:
         return "".join(self.pieces)
 
 
-class Variable:
-    """One named value of a branch.
+class Variable(Feed):
+    """One named value of a branch: text that grows, and a value at its end.
 
     Attributes:
         name: Its name.
-        future: Of its value.
-        feed: Its text while it grows.
+        value: Its value, once it is closed without an error.
     """
 
-    __slots__ = ("_meta", "feed", "future", "name")
+    __slots__ = ("_explain", "_future", "_meta", "name", "value")
 
     def __init__(self, name: str) -> None:
+        self.pieces = []
+        self.closed = False
+        self.error = None
+        self._waiting = None
         self.name = name
-        self.future: Promise[Any] = Promise()
-        self.feed = Feed()
+        self.value: Any = None
         self._meta: Any = None
+        self._explain: Callable[[Any], Any] | None = None
+        self._future: Promise[Any] | None = None  # made for the first who must wait
+
+    @property
+    def future(self) -> Future[Any]:
+        """The future of its value."""
+        with self._lock:
+            future = self._future
+            if future is not None:
+                return future
+            future = self._future = Promise()
+            if not self.closed:
+                return future
+        if self.error is None:
+            future.set_result(self.value)
+        else:
+            future.set_exception(self.error)
+        return future
 
     @property
     def meta(self) -> Any:
         """What is known about how it came to be: tokens, log-probabilities, why it ended."""
-        if callable(self._meta):
-            self._meta = self._meta()
+        explain = self._explain
+        if explain is not None:
+            self._meta = explain(self._meta)
+            self._explain = None
         return {} if self._meta is None else self._meta
 
-    def settle(self, value: Any, meta: Any = None) -> None:
-        """Gives it its value, and `meta`: what is known of it, or a function that says so when it is asked for."""
-        if meta is not None:
-            self._meta = meta
-        self.future.offer(value)  # it may have been cancelled meanwhile
-        self.feed.close()
+    def settle(self, value: Any, meta: Any = None, explain: Callable[[Any], Any] | None = None) -> None:
+        """Gives it its value, unless it has ended already.
+
+        Args:
+            value: The value.
+            meta: What is known of it.
+            explain: Makes that of `meta` when somebody asks for it.
+        """
+        with self._lock:
+            if self.closed:  # cancelled meanwhile
+                return
+            self.value, self._meta, self._explain = value, meta, explain
+            self.closed = True
+            future = self._future
+        if self._waiting is not None:
+            self._tell()
+        if future is not None:
+            future.set_result(value)
 
     def fail(self, error: BaseException) -> None:
         """Ends it with an error; does nothing if it has a value."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
-        self.feed.close(error)
+        with self._lock:
+            if self.closed:
+                return
+            self.error = error
+            self.closed = True
+            future = self._future
+        if self._waiting is not None:
+            self._tell()
+        if future is not None:
+            future.set_exception(error)
 
 
 def known(name: str, value: Any, meta: Any = None) -> Variable:
     """Returns a variable that has its value already."""
     variable = Variable(name)
     if isinstance(value, str):
-        variable.feed.push(value)
+        variable.push(value)
     variable.settle(value, meta)
     return variable
