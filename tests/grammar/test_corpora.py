@@ -20,8 +20,8 @@ from agentrt.text import load_tokenizer
 #: nothing satisfies; "checked" are the ones of which some keyword waits for the final check.
 RECORDED = {
     "maskbench_sample.jsonl": {"network": 0, "unsatisfiable": 0, "refused": 0, "checked": 17},
-    "suite_2020.jsonl": {"network": 22, "unsatisfiable": 11, "refused": 0, "checked": 83},
-    "suite_2020_typed.jsonl": {"network": 17, "unsatisfiable": 12, "refused": 0, "checked": 83},
+    "suite_2020.jsonl": {"network": 22, "unsatisfiable": 11, "refused": 0, "checked": 82},
+    "suite_2020_typed.jsonl": {"network": 17, "unsatisfiable": 12, "refused": 0, "checked": 82},
 }
 
 

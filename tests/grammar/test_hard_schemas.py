@@ -39,6 +39,7 @@ CASES = {
     "multiples of two": ({"type": "number", "allOf": [{"multipleOf": 0.3}, {"multipleOf": 0.2}]}, [0.6, 1.2], [0.3, 0.2]),
     "a zero at the end": ({"type": "number", "minimum": 0, "maximum": 0.99}, [0.9, 0.99, 0], [1, 0.999]),
     "beyond doubles": ({"const": 2**53 + 1}, [2**53 + 1], [2**53]),
+    "arrangements beyond doubles": ({"type": "array", "items": {"enum": [2**53 + 1]}, "uniqueItems": True}, [[], [2**53 + 1]], [[2**53], [2**53 + 1] * 2]),
     "bounds beyond doubles": ({"type": "integer", "exclusiveMaximum": -(2**53)}, [-(2**53) - 2], [-(2**53)]),
     "bounds of any size": ({"type": "integer", "maximum": 10**400, "minimum": -(10**400)}, [0], ["a"]),
 }
@@ -53,6 +54,12 @@ def test_hard_schemas_are_judged_rightly(name, byte_tokens):
     for document in bad:
         assert not accepts(compiled, document, schema), document
         assert compiled.checked or not walks(compiled, document, schema), ("the ledger says ENFORCED", document)
+
+
+def test_the_last_whole_number_that_doubles_tell_apart_is_enforced(byte_tokens):
+    compiled = grammar.compile(grammar.json_schema_spec({"const": 2**53}), byte_tokens)
+    assert not compiled.checked
+    assert [walks(compiled, value, {}) for value in (2**53 - 1, 2**53, 2**53 + 1, 2**53 + 2)] == [False, True, False, False]
 
 
 def test_an_automaton_is_not_made_of_schemas_that_cannot_be_put_together(byte_tokens):

@@ -8,6 +8,7 @@ from typing import Any
 from agentrt.grammar.complement import TYPES, type_of
 from agentrt.grammar.rewriter import IN_PLACE, Place, Rewriter
 from agentrt.grammar.rules.counts import count_of
+from agentrt.grammar.rules.values import expressible
 
 
 def items(work: Rewriter, place: Place, keyword: str, value: Any) -> None:
@@ -87,7 +88,7 @@ def _few_values(place: Place) -> list[Any] | None:
     values = items["enum"]
     named = items.get("type", TYPES)
     named = {named} if isinstance(named, str) else set(named)
-    if "integer" in named or not isinstance(values, list) or not all(isinstance(v, str | int | None) for v in values):
+    if "integer" in named or not isinstance(values, list) or not all(isinstance(v, str | int | None) and expressible(v) for v in values):
         return None
     values = [v for v in values if type_of(v) in named]
     distinct = [v for i, v in enumerate(values) if not any(type_of(v) == type_of(w) and v == w for w in values[:i])]

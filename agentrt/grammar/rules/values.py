@@ -64,5 +64,5 @@ def expressible(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(expressible, value.values()))
     if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < EXACT
+        return abs(value) <= EXACT
     return not isinstance(value, float) or (math.isfinite(value) and "e" not in repr(value))
