@@ -28,7 +28,8 @@ from agentrt.text.chat_messages import describe_tools
 from agentrt.text.tool_format import ArgumentsGrown, CallBegun, CallFormat, Choice, Said, read_whole
 
 if TYPE_CHECKING:
-    from agentrt.lang.interpreter import Branch, Item
+    from agentrt.lang.interpreter import Branch
+    from agentrt.lang.items import Item
 
 Waits = Generator[Future[Any], Any, Any]
 

@@ -19,7 +19,8 @@ from agentrt.lang.values import CutValueError, InvalidValueError, ValueType
 from agentrt.request import Completion, FinishReason, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from agentrt.lang.interpreter import Branch, Item
+    from agentrt.lang.interpreter import Branch
+    from agentrt.lang.items import Item
 
 Ask = Generator[Future[Any], Any, Completion]
 

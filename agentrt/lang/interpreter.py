@@ -18,26 +18,23 @@ failed fails everything that waits on it with that same error.
 from __future__ import annotations
 
 import linecache
-import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
-from agentrt.errors import AbortedError, PromptError, UserError
+from agentrt.errors import AbortedError, PromptError
 from agentrt.lang import ir
 from agentrt.lang.budget import Budget
+from agentrt.lang.conversation import Conversation
+from agentrt.lang.items import ForkPoint, Item, JoinPoint, Look
 from agentrt.lang.options import derive_seed
 from agentrt.lang.recording import Call
-from agentrt.lang.roles import spells_control_token
 from agentrt.lang.run import Asking, Run, made_request
-from agentrt.lang.transcript import Piece, Transcript
-from agentrt.lang.variables import Feed, Variable, known
+from agentrt.lang.steps import STEPS, Step
+from agentrt.lang.variables import UnknownVariableError, Variable, known
 from agentrt.lang.waiting import Promise
 from agentrt.request import Completion, ProgramTag, Request, SamplingParams, Usage
-
-Step = Generator[Future[Any], Any, None]
 
 #: Nodes that ask the model, and nodes that set a variable, if they are named.
 _CALLS = frozenset({ir.Gen, ir.Select, ir.ToolCall, ir.AgentLoop})
@@ -45,128 +42,15 @@ _NAMED = _CALLS | {ir.ScopeBegin}
 
 _DONE: Promise[Any] = Promise()  #: the mark of a branch that has run everything
 _DONE.set_result(None)
-_CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a control token
 
 
-class UnknownVariableError(UserError, KeyError):
-    """A variable is read that the program has not set."""
-
-    def __init__(self, name: str, known_names: Iterable[str], *, in_branches: bool = False) -> None:
-        names = ", ".join(map(repr, known_names)) or "none yet"
-        hint = "; branches of its fork have it: join() them first, or read forks[i][...]" if in_branches else ""
-        super().__init__(f"no variable {name!r} in this state; it has {names}{hint}", param=name)
-
-    def __str__(self) -> str:  # KeyError would show the message's repr
-        return str(self.args[0])
-
-
-@dataclass(slots=True)
-class Message:
-    """One chat message of a branch: its role, and where its content stands in the branch's text (pieces of the feed).
-
-    Attributes:
-        role: Its role.
-        begin: First piece of its content.
-        end: First piece after it, or None while it is open.
-        before: Content that stands in the parent branch's text.
-        trims: The template strips white space around the content.
-        suffix: What ends it.
-    """
-
-    role: str
-    begin: int
-    end: int | None = None
-    before: str = ""
-    trims: bool = False
-    suffix: tuple[Piece, ...] = ()
-
-    def content(self, pieces: list[str]) -> str:
-        """Its content, given the pieces of its branch's text."""
-        return self.before + "".join(pieces[self.begin : self.end])
-
-    def inherited(self, pieces: list[str], begin: int) -> Message:
-        """The same message as a fork sees it, whose own text begins at piece `begin`."""
-        end = None if self.end is None else begin
-        return Message(self.role, begin, end, self.content(pieces), self.trims, self.suffix)
-
-
-@dataclass(slots=True)
-class Item:
-    """A node in the queue: what, for which variables, appended where, and as which number of its branch."""
-
-    node: Any
-    variables: tuple[Variable, ...]
-    where: ir.Where
-    number: int
-    state: Any = None  #: whatever the node's step keeps while it runs
-
-    @property
-    def variable(self) -> Variable | None:
-        """The variable of the answer itself."""
-        return self.variables[-1] if self.variables else None
-
-    def fail(self, error: BaseException) -> None:
-        """Ends everything that waits on this node."""
-        for variable in self.variables:
-            variable.fail(error)
-        failing = getattr(self.node, "fail", None)
-        if failing is not None:
-            failing(error)
-
-
-@dataclass(slots=True)
-class Look:
-    """Looks at the branch when everything before it has run, from the thread that drives it."""
-
-    read: Callable[[Branch], Any]
-    future: Future[Any] = field(default_factory=Promise)
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the wait with an error."""
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
-@dataclass(slots=True)
-class ForkPoint:
-    """Where branches part: they begin when it is reached."""
-
-    children: list[Branch]
-
-    def fail(self, error: BaseException) -> None:
-        """The parent failed before its branches began."""
-        for child in self.children:
-            child.inherited = True
-            child.fail(error)
-
-
-@dataclass(slots=True)
-class JoinPoint:
-    """Where a parent takes over what its branches set."""
-
-    children: list[Branch]
-    marks: list[Future[None]]
-    gathered: list[tuple[Variable, list[Variable]]]  # each with those of the branches that it takes over
-    keep_errors: bool
-    append_text: bool
-
-    def fail(self, error: BaseException) -> None:
-        """The join cannot be reached."""
-        for variable, _ in self.gathered:
-            variable.fail(error)
-
-
-class Branch:
+class Branch(Conversation):
     """One thread of a program's text; see the module's text.
 
     Attributes:
-        run: What it shares with its siblings.
         path: "" for the trunk, "0.2" for the third branch of the first fork, and so on.
         variables: By name, the inherited ones included.
         own: Names that this branch itself has set, in order.
-        transcript: Its ids.
-        feed: Its text.
-        messages: Its chat messages.
         error: What it failed with, or None.
         inherited: The error is its parent's.
         seen: The body has been shown the error.
@@ -175,24 +59,17 @@ class Branch:
 
     __slots__ = (
         "_asking", "_busy", "_calls_waiting", "_expected", "_item", "_parking", "_queue", "_step", "_tag", "budget", "cancelled",
-        "error", "feed", "fork_text", "forks", "inherited", "known_ids", "messages", "number", "offered", "own", "path", "roles",
-        "run", "scopes", "seen", "shared_ids", "transcript", "variables",
+        "error", "fork_text", "forks", "inherited", "number", "offered", "own", "path", "scopes", "seen", "variables",
     )  # fmt: skip
 
     def __init__(self, run: Run, path: str = "", budget: Budget | None = None, *, started: bool = True) -> None:
-        self.run = run
+        super().__init__(run)
         self.path = path
         self.budget = budget or run.budget
         self.variables: dict[str, Variable] = {}
         self.own: dict[str, None] = {}
-        self.transcript = Transcript()
-        self.feed = Feed()
-        self.messages: list[Message] = []
         self.scopes: tuple[tuple[Variable, int], ...] = ()
-        self.roles = run.roles
         self.offered: tuple[str, ...] | None = None  # names of the tools that the model has been told of
-        self.known_ids = 0  # leading ids that an earlier request of this program has computed
-        self.shared_ids = 0  # leading ids taken over from the parent
         self.fork_text = 0  # pieces of the feed that came from the parent
         self.error: BaseException | None = None
         self.inherited = self.seen = self.cancelled = False
@@ -412,7 +289,7 @@ class Branch:
                     item = self._next()
                     if item is None:
                         return
-                    step = _STEPS[type(item.node)](self, item)
+                    step = STEPS[type(item.node)](self, item)
                     waiting = None if step is None else next(step, None)
                 elif self.error is not None:  # cancelled meanwhile
                     step.close()
@@ -439,105 +316,6 @@ class Branch:
             item = self._item = self._queue.popleft()
             self._calls_waiting -= type(item.node) in _CALLS
         return item
-
-    def write(self, piece: Piece, shown: str | None = None) -> None:
-        """Appends text or a control token to the transcript, and to the text that readers see."""
-        self.transcript.write(piece)
-        if shown is None:
-            shown = piece if isinstance(piece, str) else self.run.tokenizer.decode([piece], skip_special=False)
-        self.feed.push(shown)
-
-    def begin_message(self, role: str) -> None:
-        """Opens a chat message.
-
-        Raises:
-            UserError: Another is open.
-            PromptError: The model's chat template has no place for it.
-        """
-        if self.in_chat:
-            opened = self.messages[-1].role
-            raise UserError(
-                f"a message of {role!r} begins while one of {opened!r} is open; end that one first: {opened}_end()"
-            )
-        pieces = self.roles.pieces([message.role for message in self.messages], role)
-        for piece in pieces.prefix:
-            self.write(piece)
-        self.messages.append(Message(role, len(self.feed.pieces), trims=pieces.trims, suffix=pieces.suffix))
-
-    def end_message(self, role: str) -> None:
-        """Closes the open chat message.
-
-        Raises:
-            UserError: None of this role is open.
-        """
-        if not self.in_chat or self.messages[-1].role != role:
-            opened = f"a {self.messages[-1].role!r} message is open" if self.in_chat else "no message is open"
-            raise UserError(f"a {role!r} message ends, but {opened}")
-        message = self.messages[-1]
-        message.end = len(self.feed.pieces)
-        pending = self.transcript.pending
-        if message.trims and message.end > message.begin and pending and isinstance(pending[-1], str):
-            pending[-1] = pending[-1].rstrip()
-        for piece in message.suffix:
-            self.write(piece)
-
-    def rewrite_messages(self) -> None:
-        """Writes the messages anew, as `roles` has them; only while nothing has been fed."""
-        self.transcript.pending.clear()
-        history: list[str] = []
-        for message in self.messages:
-            pieces = self.roles.pieces(history, message.role)
-            history.append(message.role)
-            message.suffix, message.trims = pieces.suffix, pieces.trims
-            content = message.content(self.feed.pieces)
-            ending = pieces.suffix if message.end is not None else ()
-            for piece in (*pieces.prefix, content.strip() if pieces.trims else content, *ending):
-                self.transcript.write(piece)
-
-    def compact(self, keep: Callable[[list[list[dict[str, Any]]]], list[list[dict[str, Any]]]]) -> None:
-        """Writes the chat anew from the messages that `keep` returns; the ids begin again, the variables and the text stay.
-
-        Raises:
-            UserError: There are no messages, or what `keep` returned is none.
-        """
-        opened = self.messages[-1].role if self.in_chat else None
-        done = [message for message in self.messages if message.end is not None]
-        if not done:
-            raise UserError("compaction needs chat messages; this state has none yet", param="compact")
-        kept = keep(_groups([{"role": m.role, "content": m.content(self.feed.pieces)} for m in done]))
-        here = len(self.feed.pieces)
-        try:
-            self.messages = [Message(m["role"], here, here, m["content"]) for group in kept for m in group]
-        except (TypeError, KeyError) as error:
-            raise UserError(
-                "a compaction hook returns groups of messages: [[{'role': ..., 'content': ...}, ...], ...]"
-            ) from error
-        self.transcript, self.known_ids, self.shared_ids = Transcript(), 0, 0
-        self.rewrite_messages()
-        if opened is not None:
-            self.begin_message(opened)
-
-    def write_results(self, texts: list[str]) -> None:
-        """Appends the results of tool calls, in the chat template's own form, or in words if it has none."""
-        history = [message.role for message in self.messages]
-        try:
-            around = self.roles.results(history, len(texts))
-        except PromptError:
-            self.run.warn_once(
-                "results", "this model's chat template has no place for tool results; they come as a user's message"
-            )
-            self.begin_message("user")
-            self.write("\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts))
-            self.end_message("user")
-            return
-        for before, text in zip(around, texts, strict=False):
-            for piece in before:
-                self.write(piece)
-            begin = len(self.feed.pieces)
-            self.write(text)
-            self.messages.append(Message("tool", begin, len(self.feed.pieces)))
-        for piece in around[-1]:
-            self.write(piece)
 
     def prompt(self, *, heal: bool = False) -> tuple[tuple[int, ...], bytes]:
         """Tokenises what waits and returns (ids, bytes left to the answer to complete).
@@ -643,23 +421,6 @@ class Branch:
         """The node that is running, or waits in the middle of its run."""
         return self._item
 
-    @property
-    def in_chat(self) -> bool:
-        """Whether a message is open."""
-        return bool(self.messages) and self.messages[-1].end is None
-
-
-def _groups(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Messages that belong together: the results of tool calls stay with the turn that made the calls."""
-    groups: list[list[dict[str, Any]]] = []
-    for message in messages:
-        if message["role"] == "tool" and groups:
-            groups[-1].append(message)
-        else:
-            groups.append([message])
-    return groups
-
-
 def _explain(error: BaseException, program: str, item: Item) -> None:
     file, line = item.where
     if line and not getattr(error, "__notes__", None):
@@ -676,120 +437,3 @@ def _resumed(step: Step, ready: Future[Any] | None) -> Future[Any] | None:
         return step.send(ready.result()) if error is None else step.throw(error)
     except StopIteration:
         return None
-
-
-# ----------------------------------------------------------------------------- steps
-
-
-def _text(branch: Branch, item: Item) -> None:
-    text: str = item.node.text
-    if _CONTROL.search(text):
-        _warn_of_control(branch, text)
-    if (
-        branch.messages
-        and branch.messages[-1].trims
-        and branch.in_chat
-        and len(branch.feed.pieces) == branch.messages[-1].begin
-    ):
-        text = text.lstrip()
-    branch.write(text)
-
-
-def _warn_of_control(branch: Branch, text: str) -> None:
-    if "control" not in branch.run.warned and spells_control_token(branch.run.tokenizer, text):
-        branch.run.warn_once(
-            "control",
-            f"{text.strip()[:60]!r} spells a control token; as text it stays text. Write special(...) for the token.",
-        )
-
-
-def _special(branch: Branch, item: Item) -> None:
-    text: str = item.node.text
-    tokenizer = branch.run.tokenizer
-    ids = tokenizer.encode(text, special=True)
-    if len(ids) != 1 or tokenizer.token_bytes(ids[0]) is not None:
-        raise UserError(f"special({text!r}): this model has no control token of that spelling", param="special")
-    branch.write(ids[0], text)
-
-
-def _role_begin(branch: Branch, item: Item) -> None:
-    branch.begin_message(item.node.role)
-
-
-def _role_end(branch: Branch, item: Item) -> None:
-    branch.end_message(item.node.role)
-
-
-def _scope_begin(branch: Branch, item: Item) -> None:
-    branch.scopes += ((item.variables[0], len(branch.feed.pieces)),)
-
-
-def _scope_end(branch: Branch, item: Item) -> None:
-    *outer, (variable, begin) = branch.scopes
-    branch.scopes = tuple(outer)
-    text = "".join(branch.feed.pieces[begin:])
-    variable.push(text)
-    variable.settle(text)
-
-
-def _media(branch: Branch, item: Item) -> None:
-    kind, backend = item.node.kind, branch.run.backend
-    able = "takes them, but requests cannot carry them yet" if backend.capabilities.vision else "takes text only"
-    raise UserError(f"{kind}(...) was appended, but model {backend.capabilities.model!r} {able}", param=kind)
-
-
-def _look(branch: Branch, item: Item) -> None:
-    item.node.future.set_result(item.node.read(branch))
-
-
-def _fork(branch: Branch, item: Item) -> None:
-    branch.transcript.settle(branch.run.tokenizer)
-    branch.transcript.share()
-    branch.known_ids = min(branch.known_ids, len(branch.transcript))
-    text = branch.feed.text
-    for child in item.node.children:
-        child.begin_after(branch, text)
-
-
-def _metas(sources: list[Variable]) -> list[Any]:
-    return [source.meta for source in sources]
-
-
-def _join(branch: Branch, item: Item) -> Step:
-    point: JoinPoint = item.node
-    failed: BaseException | None = None
-    for child, mark in zip(point.children, point.marks, strict=True):
-        try:
-            yield mark
-        except Exception as error:
-            child.seen = True
-            failed = failed or error
-    if failed is not None and not point.keep_errors:
-        raise failed
-    for variable, sources in point.gathered:
-        variable.settle([source.error or source.value for source in sources], sources, _metas)
-    if point.append_text:
-        for child in point.children:
-            branch.write("".join(child.feed.pieces[child.fork_text :]))
-
-
-from agentrt.lang.agent import call_once, loop  # noqa: E402
-from agentrt.lang.generate import generate  # noqa: E402  (the steps that ask the model need the classes above)
-from agentrt.lang.scoring import select_best  # noqa: E402
-
-_STEPS: dict[type, Callable[[Branch, Item], Step | None]] = {
-    ir.Text: _text,
-    ir.Gen: generate,
-    ir.Select: select_best,
-    ir.Special: _special,
-    ir.RoleBegin: _role_begin,
-    ir.RoleEnd: _role_end,
-    ir.ScopeBegin: _scope_begin,
-    ir.ScopeEnd: _scope_end,
-    ir.Media: _media,
-    ir.ToolCall: call_once,
-    ir.AgentLoop: loop,
-    Look: _look,
-    ForkPoint: _fork,
-    JoinPoint: _join,
-}

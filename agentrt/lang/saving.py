@@ -17,7 +17,9 @@ from agentrt.backend import Backend
 from agentrt.errors import UserError
 from agentrt.lang import ir
 from agentrt.lang.agent import Turns
-from agentrt.lang.interpreter import Branch, Item, Message
+from agentrt.lang.conversation import Message
+from agentrt.lang.interpreter import Branch
+from agentrt.lang.items import Item
 from agentrt.lang.options import Sampling
 from agentrt.lang.roles import chat_roles
 from agentrt.lang.run import Run

@@ -20,7 +20,8 @@ from agentrt.lang.run import check_complete
 from agentrt.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from agentrt.lang.interpreter import Branch, Item
+    from agentrt.lang.interpreter import Branch
+    from agentrt.lang.items import Item
 
 Waits = Generator[Future[Any], Any, Any]
 

@@ -17,12 +17,12 @@ from agentrt.errors import UserError
 from agentrt.lang import expressions, ir
 from agentrt.lang.agent import Turns
 from agentrt.lang.forks import AsyncForks, Forks, fork_budget
-from agentrt.lang.interpreter import Branch, UnknownVariableError
+from agentrt.lang.interpreter import Branch
 from agentrt.lang.origin import caller
 from agentrt.lang.recording import Recording, report_of
 from agentrt.lang.run import Run
 from agentrt.lang.tools import Call
-from agentrt.lang.variables import Variable
+from agentrt.lang.variables import UnknownVariableError, Variable
 from agentrt.lang.waiting import after, await_future, first_of, wait
 from agentrt.observe.report import Report
 

@@ -9,10 +9,11 @@ error that its program ends with; a reader that waits is always told.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from agentrt.errors import UserError
 from agentrt.lang.waiting import Promise, await_future, wait
 
 
@@ -187,3 +188,15 @@ def known(name: str, value: Any, meta: Any = None) -> Variable:
         variable.push(value)
     variable.settle(value, meta)
     return variable
+
+
+class UnknownVariableError(UserError, KeyError):
+    """A variable is read that the program has not set."""
+
+    def __init__(self, name: str, known_names: Iterable[str], *, in_branches: bool = False) -> None:
+        names = ", ".join(map(repr, known_names)) or "none yet"
+        hint = "; branches of its fork have it: join() them first, or read forks[i][...]" if in_branches else ""
+        super().__init__(f"no variable {name!r} in this state; it has {names}{hint}", param=name)
+
+    def __str__(self) -> str:  # KeyError would show the message's repr
+        return str(self.args[0])
