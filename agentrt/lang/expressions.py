@@ -91,8 +91,9 @@ def gen(
         dtype: int, float, bool or str: the answer is one, and ``s[name]`` is a Python value. bool is JSON's true or false.
         choices: Makes this a `select`.
         choices_method: See `select`.
-        type: Any type that pydantic validates (a model, ``list[Model]``, a Literal): ``s[name]`` is a validated value.
-        retries: How often an answer that its type refuses is asked for again, with the validator's message.
+        type: Any type that pydantic validates (a model, ``list[Model]``, a Literal): ``s[name]`` is a validated value. A string or list
+            without a bound (``Field(max_length=...)``) may go on to the end of the context, if `max_tokens` does not end it.
+        retries: How often an answer that its type refuses, or that was cut, is asked for again, with what was wrong.
         token_healing: Let the answer complete the last bytes of the text before it; None follows the program.
         deadline: Seconds after which this call is aborted.
         **options: Further fields of `SamplingParams`: seed, logit_bias, ebnf, repetition_penalty, logprobs, strict...

@@ -14,7 +14,7 @@ from agentrt.lang import ir
 from agentrt.lang.budget import Budget
 from agentrt.lang.options import seeded
 from agentrt.lang.reasoning import ReasoningSplitter
-from agentrt.lang.run import check_complete
+from agentrt.lang.run import ROOM, check_complete
 from agentrt.lang.values import CutValueError, InvalidValueError, ValueType
 from agentrt.request import Completion, FinishReason, Sample, SamplingParams
 
@@ -35,8 +35,8 @@ def generate(branch: Branch, item: Item) -> Generator[Future[Any], Any, None]:
         )
         try:
             values = [read_value(node.value, sample) for sample in completion.samples]
-        except InvalidValueError as error:
-            if attempt >= node.retries:
+        except (InvalidValueError, CutValueError) as error:
+            if attempt >= node.retries or not _has_room(branch):
                 raise
             attempt += 1
             ask_again(branch, item, error)
@@ -139,14 +139,20 @@ def read_value(value: ValueType | None, sample: Sample) -> Any:
     if sample.finish_reason is not FinishReason.STOP:
         raise CutValueError(
             f"the answer was cut ({sample.finish_reason}) after {len(sample.token_ids)} tokens, before its {value.label} was complete: "
-            f"{sample.text[-80:]!r}; raise max_tokens, or ask for less",
+            f"{sample.text[-80:]!r}; bound what may grow for ever (a string or list: Field(max_length=...)), or raise max_tokens if it was small",
             text=sample.text,
             partial=value.partial(sample.text),
+            violations=(f"it was cut after {len(sample.token_ids)} tokens, before its end: write less",),
         )
     return value.parse(sample.text)
 
 
-def ask_again(branch: Branch, item: Item, error: InvalidValueError) -> None:
+def _has_room(branch: Branch) -> bool:
+    """Whether the context has room for being asked again; after an answer that ran to its end it has not."""
+    return len(branch.transcript) + ROOM <= branch.run.backend.capabilities.max_context
+
+
+def ask_again(branch: Branch, item: Item, error: InvalidValueError | CutValueError) -> None:
     """Appends what was wrong, in the model's own chat form if a message is open, so that the next answer can be better."""
     lines = "\n".join(f"- {line}" for line in error.violations)
     complaint = f"That is not a valid answer:\n{lines}\nAnswer again, with a valid one."

@@ -42,8 +42,8 @@ class CutValueError(ConstraintError):
         partial: The same as an incomplete Python value (a JSON document's closed parts), or None.
     """
 
-    def __init__(self, message: str, *, text: str, partial: Any = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, text: str, partial: Any = None, violations: tuple[str, ...] = ()) -> None:
+        super().__init__(message, violations=violations)
         self.text = text
         self.partial = partial
 

@@ -18,9 +18,9 @@ from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import AbortedError, ConstraintError, EngineError, QueueFullError, RequestError, UserError
 from agentrt.lang.budget import BudgetError
 from agentrt.lang.expressions import assistant, gen, gen_int, select, special, system, user
-from agentrt.lang.interpreter import UnknownVariableError
 from agentrt.lang.program import function
 from agentrt.lang.values import CutValueError, InvalidValueError
+from agentrt.lang.variables import UnknownVariableError
 from agentrt.request import SamplingParams
 
 
@@ -632,6 +632,23 @@ def test_re_ask_feeds_the_validators_message_back_on_the_same_prefix():
     assert "a city has people" in backend.tokenizer.decode(second.prompt_ids)
     assert [m["role"] for m in state.messages()] == ["user", "assistant", "user", "assistant"]
     assert "".join(state.text_iter("city")) == '{"name": "Rome", "people": 3}'
+
+
+def test_a_value_that_was_cut_is_asked_for_again_while_the_context_has_room():
+    whole, long = '{"name": "Rome", "people": 3}', '{"name": "Rome, the city of'
+    answers = iter([long, whole, long])
+
+    @function
+    def program(s):
+        s += "Q" + gen("city", type=City, retries=1, max_tokens=40)
+
+    backend = ScriptedBackend(lambda t, r: Answer(said := next(answers), ends=said == whole), inline=True)
+    assert program.run(backend=backend)["city"].people == 3
+    assert "cut after" in backend.tokenizer.decode(backend.requests[1].prompt_ids)
+    small = ScriptedBackend(lambda t, r: Answer(next(answers), ends=False), inline=True, max_context=64)
+    with pytest.raises(CutValueError, match="max_length"):
+        program.run(backend=small)
+    assert len(small.requests) == 1
 
 
 def test_re_ask_gives_up_after_its_retries():
