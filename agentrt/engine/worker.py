@@ -122,8 +122,12 @@ class Worker:
 
     def _on_submit(self, request: Request) -> None:
         spec = request.sampling.grammar
-        if spec is None:
-            self._submit(request, None, self._core.now)
+        begun = time.perf_counter()
+        found = None if spec is None else self._grammars.find(spec, self._tokenizer)
+        if spec is None or found is not None:  # at once, so that requests that come together begin together
+            if found is not None:
+                self._core.note_compile(time.perf_counter() - begun)
+            self._submit(request, found, self._core.now)
             return
         compiling = self._compiling[request.request_id] = _Compiling(request, self._core.now)
         if request.deadline is not None:

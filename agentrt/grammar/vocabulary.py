@@ -174,3 +174,8 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
         if vocabulary is None:
             vocabulary = _known[tokenizer] = Vocabulary(tokenizer)
         return vocabulary
+
+
+def known_vocabulary(tokenizer: Tokenizer) -> Vocabulary | None:
+    """The tokenizer's vocabulary if it was made before; never waits for one that is being made."""
+    return _known.get(tokenizer)

@@ -17,7 +17,7 @@ import pytest
 
 import agentrt
 from agentrt import Engine, FinishReason, GrammarSpec, SamplingParams
-from agentrt.grammar import compile, json_schema_spec
+from agentrt.grammar import GrammarCache, compile, json_schema_spec
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,20 @@ def test_a_model_in_and_an_instance_out(engine):
         Pet.model_validate_json(completion.text)
         assert completion.usage.forced_tokens > 0
         assert completion.usage.forward_passes + completion.usage.passes_saved >= completion.usage.completion_tokens
+
+
+def test_a_constraint_that_was_compiled_begins_at_once(engine, monkeypatch):
+    """It waits for no thread that compiles, so requests that come together begin together."""
+    asked = SamplingParams(regex="once(, twice)?", max_tokens=60, seed=1)
+    first = engine.generate([5, 6], asked)
+
+    def compile_anew(*_: object) -> None:
+        raise AssertionError("it is compiled again")
+
+    monkeypatch.setattr(GrammarCache, "compile", compile_anew)
+    again = engine.generate([[5, 6]] * 4, [asked] * 4)
+    assert [completion.text for completion in again] == [first.text] * 4
+    assert engine.stats()["compiles"] >= 5
 
 
 @pytest.mark.parametrize(
