@@ -60,7 +60,7 @@ class LogitBlocker:
         missing = -logits.shape[1] % BLOCK
         whole = pad(logits, (0, missing)) if missing else logits.contiguous()  # models nearly always have whole blocks
         words, mask_of_row = _stacked(masks, len(self._valid))
-        library = None if logits.is_cuda else _native()
+        library = _native() if logits.device.type == "cpu" else None
         if library is None:
             return self._by_torch(whole, words, mask_of_row)
         return self._by_kernel(library, whole, words, mask_of_row)
