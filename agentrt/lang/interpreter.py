@@ -421,6 +421,7 @@ class Branch(Conversation):
         """The node that is running, or waits in the middle of its run."""
         return self._item
 
+
 def _explain(error: BaseException, program: str, item: Item) -> None:
     file, line = item.where
     if line and not getattr(error, "__notes__", None):
