@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> None:
         ask(SAVED)
     if not arguments or arguments[0] in ("approve", "deny"):
         decide(SAVED, approved=arguments[:1] != ["deny"])
+        SAVED.unlink()
 
 
 if __name__ == "__main__":
