@@ -11,7 +11,7 @@ import agentrt as sgl  # noqa: F401  (a program written for sgl: text before a g
 from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.lang.expressions import assistant, gen, gen_int, user
 from agentrt.lang.program import function
-from agentrt.lang.values import CutValueError, InvalidValueError
+from agentrt.lang.values import CutValueError, InvalidValueError, value_type
 
 
 class City(BaseModel):
@@ -143,3 +143,24 @@ def test_re_ask_gives_up_after_its_retries():
     with pytest.raises(InvalidValueError, match="a city has people"):
         program.run(backend=backend)
     assert len(backend.requests) == 3
+
+
+def test_a_types_own_fields_are_written_and_no_others_unless_it_allows_them():
+    class Inner(BaseModel):
+        properties: int
+        type: str
+
+    class Outer(BaseModel):
+        inner: list[Inner]
+        table: dict[str, Inner]
+        either: Inner | None = None
+
+    class Open(BaseModel, extra="allow"):
+        inner: Inner
+
+    closed, opened = (value_type(kind).constraint["json_schema"] for kind in (Outer, Open))
+    assert closed["additionalProperties"] is closed["$defs"]["Inner"]["additionalProperties"] is False
+    assert closed["properties"]["table"]["additionalProperties"] == {"$ref": "#/$defs/Inner"}
+    assert "additionalProperties" not in closed["$defs"]["Inner"]["properties"]
+    assert opened["additionalProperties"] is True
+    assert opened["$defs"]["Inner"]["additionalProperties"] is False
