@@ -255,7 +255,9 @@ class PrefixCache:
         pages = self.tree.pages(match)
         node = self.tree.lock(match)
         now = self._clock()
-        for visited in node.path():
+        path = node.path()
+        self.tree.shorten(path)
+        for visited in path:
             visited.hits += 1
             visited.last_access = now
         self._programs.use(program, node)

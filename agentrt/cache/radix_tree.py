@@ -34,6 +34,12 @@ Tier = Literal["device"]
 
 _ID_BYTES = 4
 
+HOP = 32
+"""Nodes that a shortcut passes over."""
+
+_SHORT = 256  # bytes of a run that are compared as a copy
+_LONGEST_HOP = 16_384  # bytes: where runs are so long, comparing them is what takes the time
+
 
 class Owner(Protocol):
     """Who alone can use a node, as far as an eviction policy needs to know."""
@@ -95,11 +101,12 @@ class Node:
         tier: Where its KV lies.
         owner: The only program that uses it, or a mark for anyone; kept by the prefix cache.
         credit: What the eviction policy remembers of it.
+        shortcut: The packed ids that lead from its end to the end of a node far below, and that node; see `RadixTree.shorten`.
     """
 
     __slots__ = (
         "children", "credit", "hits", "holds", "ids", "last_access", "locks", "namespace", "owner", "pages", "parent",
-        "start", "tier", "uid",
+        "shortcut", "start", "tier", "uid",
     )  # fmt: skip
 
     _uids = itertools.count(1)
@@ -119,6 +126,7 @@ class Node:
         self.tier: Tier = "device"
         self.owner: Owner | None = None
         self.credit: float = 0.0
+        self.shortcut: tuple[bytes, Node] | None = None
 
     @property
     def tokens(self) -> int:
@@ -212,6 +220,7 @@ class RadixTree:
         held_tokens: Those of them on a held path.
         nodes: Nodes, roots not counted.
         version: Changes whenever a match could give another answer.
+        hop: Nodes that a shortcut passes over.
         on_change: Called with each `Place` where a match may have become longer or shorter, or may now end in another
             node. A root that appears is place (0, b"").
         on_leaf: Called with each node that has just become an evictable leaf.
@@ -226,6 +235,7 @@ class RadixTree:
         self.held_tokens = 0
         self.nodes = 0
         self.version = 0
+        self.hop = HOP
         self.on_change: Callable[[Place], None] = _ignore
         self.on_leaf: Callable[[Node], None] = _ignore
         self._page_bytes = page_size * _ID_BYTES
@@ -284,15 +294,22 @@ class RadixTree:
         """
         step = self._page_bytes
         while position < stop:
+            if node.shortcut is not None and packed.startswith(node.shortcut[0], position, stop) and _leads(node):
+                ids, node = node.shortcut
+                position += len(ids)
+                continue
             child = node.children.get(packed[position : position + step])
             if child is None:
                 break
             ids = child.ids
-            if not packed.startswith(ids, position, stop):  # compares in place, at the speed of memcmp
-                common = self._common_bytes(ids, packed, position, min(position + len(ids), stop))
+            end = position + len(ids)
+            # A long run is compared in place, at the speed of memcmp; for a short one the call would cost more than a copy.
+            same = packed[position:end] == ids if end - position <= _SHORT else packed.startswith(ids, position)
+            if not same or end > stop:
+                common = self._common_bytes(ids, packed, position, min(end, stop))
                 return child, common, position + common
             node = child
-            position += len(ids)
+            position = end
         return node, len(node.ids), position
 
     def _common_bytes(self, ids: bytes, packed: bytes, position: int, end: int) -> int:
@@ -303,6 +320,16 @@ class RadixTree:
         differ = ours != theirs
         first = int(differ.argmax())
         return self._whole_bytes(first if differ[first] else count)
+
+    def shorten(self, path: list[Node]) -> None:
+        """Gives every `hop`-th node of a path that is often taken a shortcut to the one `hop` further, so that a match of many
+        short runs looks at few of them. It changes no match: what leads to a node's end is the same as long as the node is there.
+        """
+        for at in range(0, len(path) - self.hop, self.hop):
+            above, below = path[at], path[at + self.hop]
+            if below.end - above.end > _LONGEST_HOP // _ID_BYTES or (above.shortcut is not None and _leads(above)):
+                continue
+            above.shortcut = b"".join(node.ids for node in path[at + 1 : at + self.hop + 1]), below
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
@@ -565,6 +592,14 @@ class RadixTree:
             raise RuntimeError(f"{node} has fewer locks than locked children")
         if node.holds < sum(child.holds > 0 for child in node.children.values()):
             raise RuntimeError(f"{node} has fewer holds than held children")
+
+
+def _leads(node: Node) -> bool:
+    """Whether the node's shortcut still leads to the end of its other node: that may have been removed, trimmed, or grown since."""
+    if node.shortcut is None:
+        return False
+    ids, below = node.shortcut
+    return below.parent is not None and below.end == node.end + len(ids) // _ID_BYTES and ids.endswith(below.ids)
 
 
 def _ignore(_: object) -> None:

@@ -46,6 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
             hold_share=share,
             clock=lambda: self.now,
         )
+        self.cache.tree.hop = 1
         self.hold_limit = int(share * pages) * page_size
         self.sequences: list[Sequence] = []
         self.stored: dict[int, tuple] = {}

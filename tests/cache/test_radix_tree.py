@@ -37,10 +37,11 @@ class Model:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([1, 2, 4, 16]), st.lists(ACTION, max_size=40), st.data())
-def test_tree_is_a_dictionary_of_prefixes(page_size, actions, data):
+@given(st.sampled_from([1, 2, 4, 16]), st.sampled_from([1, 2, 3]), st.lists(ACTION, max_size=40), st.data())
+def test_tree_is_a_dictionary_of_prefixes(page_size, hop, actions, data):
     tree, model, locked, serial = RadixTree(page_size), Model(page_size), [], 0
     candidates = {}
+    tree.hop = hop  # shortcuts everywhere
     tree.on_leaf = lambda node: candidates.__setitem__(node.uid, node)
     for action, short, namespace in actions:
         ids = [token for token in short for _ in range(max(1, page_size // 4))]
@@ -60,6 +61,7 @@ def test_tree_is_a_dictionary_of_prefixes(page_size, actions, data):
                 model.pages.setdefault(prefix, page)
         elif action == "lock" and match.length:
             locked.append((tree.lock(match), ids[: match.length]))
+            tree.shorten(locked[-1][0].path())
         elif action == "unlock" and locked:
             tree.unlock(locked.pop(data.draw(st.integers(0, len(locked) - 1)))[0])
         elif action == "trim":
@@ -81,6 +83,29 @@ def test_tree_is_a_dictionary_of_prefixes(page_size, actions, data):
     for node, _ in locked:
         tree.unlock(node)
     assert tree.locked_tokens == 0
+
+
+def test_a_match_of_many_short_runs_looks_at_few_of_them():
+    tree, trunk = RadixTree(1), [n * 7 % 1009 for n in range(2048)]
+    for number in range(512):
+        ids = [*trunk[: 4 * number + 4], 2000 + number]
+        tree.insert(PrefixKey(ids), list(range(len(ids))))
+    key, looked = PrefixKey(trunk), []
+
+    class Children(dict):
+        def get(self, first_page):
+            looked.append(first_page)
+            return super().get(first_page)
+
+    for node in tree.walk():
+        node.children = Children(node.children)
+    before = tree.match(key)
+    assert (before.length, len(looked)) == (2048, 511)
+    tree.shorten(before.node.path())
+    looked.clear()
+    assert tree.match(key) == before
+    assert len(looked) < 64
+    assert tree.match(PrefixKey([*trunk[:1003], 2222])).length == 1003  # it parts in the middle of a shortcut
 
 
 def test_match_says_where_it_ends_and_changes_nothing():
