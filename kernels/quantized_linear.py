@@ -148,6 +148,11 @@ class NativeLinear:
         # Tensors never move, so their addresses are asked once.
         self._addresses = (self._packed.data_ptr(), _address(self._bias))
 
+    @property
+    def held(self) -> tuple[int, int | None, int, int, int, int]:
+        """For native callers of `linear_run`: addresses of the packed weights and the bias, inputs, outputs, bits, half."""
+        return (*self._addresses, self._inputs, self._outputs, self._bits, self._half)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out], in the dtype that came in."""
         rows = x.shape[0]
@@ -173,9 +178,8 @@ class NativeLinear:
         return y if x.dtype == torch.float32 else y.to(x.dtype)
 
 
-@functools.cache
 def _native() -> ctypes.CDLL | None:
-    """The library with its functions' types, or None."""
+    """The library with its functions' types, or None; `load` remembers it."""
     library = load("linear")
     if library is not None:
         library.linear_isa.restype = ctypes.c_char_p

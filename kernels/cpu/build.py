@@ -27,12 +27,16 @@ import platformdirs
 
 SOURCES = Path(__file__).parent
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fopenmp")
-_SECONDS = 120.0
+_SECONDS = 1800.0  # what takes ten seconds may take a hundred times that on a machine with much to do
 _log = logging.getLogger(__name__)
 
 
 class _CannotBuild(Exception):
     """Why there is no native kernel; the message is for people."""
+
+
+class _OutOfTime(_CannotBuild):
+    """The compiler was not done in time, which says nothing about the next try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +64,36 @@ def load(name: str) -> ctypes.CDLL | None:
     return built(name).library
 
 
-@functools.cache
 def built(name: str) -> Built:
-    """The library of `name.cpp` and a sentence about it, for `agentrt doctor`."""
+    """The library of `name.cpp` and a sentence about it, for `agentrt doctor`; remembered, unless time ran out."""
+    try:
+        return _built(name)
+    except (_OutOfTime, filelock.Timeout) as error:
+        return _without(error)
+
+
+@functools.cache
+def _built(name: str) -> Built:
     if os.environ.get("AGENTRT_NATIVE", "1") == "0":
         return Built(None, "off, since AGENTRT_NATIVE=0; the torch path runs")
     try:
         path = _library(name)
         return Built(ctypes.CDLL(str(path)), f"native, {path}")
-    except (_CannotBuild, OSError, filelock.Timeout) as error:
-        _say_once(str(error))
-        return Built(None, f"the torch path runs: {error}")
+    except (_OutOfTime, filelock.Timeout):
+        raise  # and so nothing is remembered
+    except (_CannotBuild, OSError) as error:
+        return _without(error)
+
+
+def _without(error: Exception) -> Built:
+    _say_once(str(error))
+    return Built(None, f"the torch path runs: {error}")
+
+
+def forget() -> None:
+    """Makes the next `built` look again."""
+    _built.cache_clear()
+    _say_once.cache_clear()
 
 
 @functools.cache
@@ -110,7 +133,9 @@ def _compile(source: Path, target: Path, compiler: tuple[str, ...], openmp: Path
 def _run(command: tuple[str, ...], source: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise _OutOfTime(f"{command[0]} was not done with {source} after {_SECONDS:g} s") from error
+    except OSError as error:
         raise _CannotBuild(f"{command[0]} does not run: {error}") from error
     if done.returncode:
         raise _CannotBuild(f"{command[0]} fails on {source}:\n{done.stderr.strip()[-2000:]}")

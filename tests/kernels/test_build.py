@@ -33,11 +33,9 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setenv("AGENTRT_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("AGENTRT_NATIVE", raising=False)
-    build.built.cache_clear()
-    build._say_once.cache_clear()
+    build.forget()
     yield
-    build.built.cache_clear()
-    build._say_once.cache_clear()
+    build.forget()
 
 
 @needs_compiler
@@ -51,11 +49,11 @@ def test_a_source_is_built_once_and_anew_when_it_changes(tmp_path, monkeypatch):
     assert not list(folder.glob("*.partial*"))
     assert str(first) in build.built("team").found
 
-    build.built.cache_clear()
+    build.forget()
     with monkeypatch.context() as patch:
         patch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
         assert build.load("team").team(1) == 1
-    build.built.cache_clear()
+    build.forget()
     (tmp_path / "team.cpp").write_text(SOURCE.replace("omp_get_num_threads()", "-1"))
     assert build.load("team").team(1) == -1
     assert len(list(folder.glob("*.so"))) == 2
@@ -90,7 +88,17 @@ def test_without_a_kernel_there_is_a_reason_said_once(trouble, tmp_path, monkeyp
         monkeypatch.setenv("AGENTRT_NATIVE", "0")
     with caplog.at_level(logging.WARNING):
         assert build.load("team") is None
-        build.built.cache_clear()
+        build._built.cache_clear()
         assert build.load("team") is None
     assert len(caplog.records) == (0 if trouble == "switched off" else 1)
     assert "torch path runs" in build.built("team").found
+
+
+@needs_compiler
+def test_a_compiler_that_ran_out_of_time_is_asked_again(tmp_path, monkeypatch, caplog):
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(build, "_SECONDS", 0.001)
+        assert build.load("team") is None
+    assert "was not done" in caplog.text
+    assert build.load("team").team(1) == 1
+    assert not list((tmp_path / "home" / "kernels").glob("*.partial*"))

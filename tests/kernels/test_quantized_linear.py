@@ -103,13 +103,11 @@ def test_other_dtypes_come_back_as_they_came():
 
 def test_without_a_compiler_the_reference_runs(monkeypatch):
     monkeypatch.setenv("AGENTRT_NATIVE", "0")
-    build.built.cache_clear()
-    layer._native.cache_clear()
+    build.forget()
     try:
         weight, x = QuantizedWeight.of(torch.randn(6, 40), 4), torch.randn(3, 40)
         run = quantized_linear(weight, None)
         assert not isinstance(run, NativeLinear)
         assert torch.equal(run(x), reference(x, weight.dequantize(), None))
     finally:
-        build.built.cache_clear()
-        layer._native.cache_clear()
+        build.forget()
