@@ -1,8 +1,8 @@
 """Where the time of a decode step goes: its parts at 1, 8 and 32 sequences with 300 tokens of context each, in one process.
 
-The engine runs as it does in its worker, without the pipe. Clocks are put around the calls of one step; what no clock
-covers is shown too, so that the parts add up. "The model" is linears, attention, norms, rotary and activations, embedding, and the output
-head; everything else (planning, batch assembly, masks, sampling, commit, output) is the engine's own work.
+The engine runs as it does in its worker, without the pipe. Clocks are put around the calls of one step, and the call that runs all layers
+counts its own parts; what no clock covers is shown too, so that the parts add up. "The model" is linears, attention with rotary, norms and
+activations, embedding and the like, and the output head; everything else (planning, batch assembly, masks, sampling, commit, output) is the engine's own work.
 
     python benchmarks/step.py [--model smollm2-135m] [--dtype int4] [--attention torch] [--constrained] [--json results.json]
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from agentrt.attention.native_cpu import NativeAttention
 from agentrt.config import CacheConfig, EngineConfig, Limits
 from agentrt.engine import collector, executor
 from agentrt.engine.assembly import build_engine
@@ -33,7 +34,8 @@ from agentrt.text import Tokenizer, load_tokenizer
 
 SEED, CONTEXT, STEPS, WARM = 0, 300, 40, 4
 SIZES = (1, 8, 32)
-MODEL = ("linears", "attention", "norms, rotary, activation", "head")
+LAYERS = ("linears", "attention", "norms and activation")
+MODEL = (*LAYERS, "around the layers", "head")
 SCHEMA = json.dumps({"type": "object", "properties": {"text": {"type": "string", "minLength": 400}}, "required": ["text"]})
 
 
@@ -58,6 +60,20 @@ class Clocks:
 
         return timed
 
+    def split(self, inside: Callable[[], tuple[float, ...]], call: Callable[..., Any]) -> Callable[..., Any]:
+        """Around a call that itself counts what its parts take; the rest is "around the layers"."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            before, started = inside(), self.now()
+            result = call(*arguments, **named)
+            whole, parts = self.now() - started, [after - earlier for after, earlier in zip(inside(), before, strict=True)]
+            for part, seconds in zip((*LAYERS, "around the layers"), (*parts, whole - sum(parts)), strict=True):
+                self.seconds[part] += seconds
+            self._inner[-1] += whole
+            return result
+
+        return timed
+
     def take(self) -> dict[str, float]:
         taken = dict(self.seconds)
         self.seconds.clear()
@@ -67,13 +83,16 @@ class Clocks:
 def attach(core: Any, clocks: Clocks) -> None:
     """Puts clocks around the parts of a step; they are private to the engine, and this script has to know them."""
     local, decoder = core._executor, core._executor._runner._decoder
-    decoder._layers = tuple(
-        dataclasses.replace(layer, **{name: clocks.around("linears", getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
-        for layer in decoder._layers
-    )
     runner = local._runner
-    runner._attention = timed_attention(runner._attention, clocks)
-    runner.forward = clocks.around("norms, rotary, activation", runner.forward)
+    if decoder.native is not None and isinstance(runner._attention, NativeAttention):
+        runner.forward = clocks.split(lambda: decoder.native.seconds, runner.forward)
+    else:
+        decoder._layers = tuple(
+            dataclasses.replace(layer, **{name: clocks.around("linears", getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")})
+            for layer in decoder._layers
+        )
+        runner._attention = timed_attention(runner._attention, clocks)
+        runner.forward = clocks.around("norms and activation", runner.forward)
     runner.logits = clocks.around("head", runner.logits)
     local._sampler.sample = clocks.around("sampling", local._sampler.sample)
     local._states.apply = clocks.around("batch assembly", local._states.apply)

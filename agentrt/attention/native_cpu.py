@@ -1,7 +1,7 @@
 """Attention over the paged store by the native kernel of `kernels/cpu/attention.cpp`, on a CPU.
 
 Nothing is gathered, padded or masked: the kernel reads slots where they lie, and a prefix that runs share once for all of
-them. What it does not know (another device, float16) goes to the torch operators of `agentrt.attention.torch_cpu`, which
+them. What it does not know (another device, float16 but in the store) goes to the torch operators of `agentrt.attention.torch_cpu`, which
 are also the reference. Invariant: a row's numbers depend on its own sequence alone, bit for bit, whatever runs beside it.
 """
 
@@ -20,6 +20,7 @@ from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.kernels.cpu.build import load
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: As the kernel numbers them.
 
 
 class _Shape(ctypes.Structure):
@@ -28,7 +29,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
-            for name in ("heads", "kv_heads", "head_dim", "q_stride", "k_stride", "v_stride", "q_bfloat16", "kv_bfloat16", "window", "threads")
+            for name in ("heads", "kv_heads", "head_dim", "q_stride", "k_stride", "v_stride", "q_bfloat16", "kv_kind", "window", "threads")
         ),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
@@ -93,10 +94,10 @@ class NativeAttention:
         spec: AttentionSpec,
     ) -> Tensor:
         """Writes k and v to the store and attends."""
-        if not _known(q, store):
+        if not self.knows(q, store):
             return self._fallback(q, k, v, store, batch, spec)
         q, k, v = _dense(q), _dense(k), _dense(v)
-        shape = self._shape(q.shape, k.shape[1], (q.stride(0), k.stride(0), v.stride(0)), q.dtype, store[0].dtype, spec)
+        shape = self.shape(q.shape, k.shape[1], (q.stride(0), k.stride(0), v.stride(0)), q.dtype, store[0].dtype, spec)
         return self._run(shape, q.shape, q.dtype, (q.data_ptr(), k.data_ptr(), v.data_ptr(), None, None), store, batch)
 
     def from_qkv(
@@ -113,16 +114,27 @@ class NativeAttention:
         tokens, together, dim = qkv.shape
         rotated = (together + heads) // 2
         cos, sin = angles
-        if not _known(qkv, store):
+        if not self.knows(qkv, store):
             qk = qkv[:, :rotated]
             qk = (qk * cos).addcmul_(qk.roll(dim // 2, -1), sin)
             return self._fallback(qk[:, :heads], qk[:, heads:], qkv[:, rotated:], store, batch, spec)
         qkv = _dense(qkv)
         stride, first, head_bytes = qkv.stride(0), qkv.data_ptr(), dim * qkv.itemsize
         out = (tokens, heads, dim)
-        shape = self._shape(out, rotated - heads, (stride, stride, stride), qkv.dtype, store[0].dtype, spec)
+        shape = self.shape(out, rotated - heads, (stride, stride, stride), qkv.dtype, store[0].dtype, spec)
         inputs = (first, first + heads * head_bytes, first + rotated * head_bytes, cos.data_ptr(), sin.data_ptr())
         return self._run(shape, out, qkv.dtype, inputs, store, batch)
+
+    def knows(self, q: Tensor, store: tuple[Tensor, Tensor]) -> bool:
+        """Whether the kernel takes such tensors."""
+        return q.dtype in _DTYPES and store[0].dtype in _KV_DTYPES and q.is_cpu
+
+    def runs(self, batch: AttentionBatch) -> int:
+        """The address of a batch's `AttentionRuns`, which the batch keeps."""
+        prepared = batch.prepared.get(NativeAttention)
+        if not isinstance(prepared, _Prepared):
+            prepared = batch.prepared[NativeAttention] = _prepare(batch)
+        return prepared.address
 
     def _run(
         self,
@@ -133,24 +145,29 @@ class NativeAttention:
         store: tuple[Tensor, Tensor],
         batch: AttentionBatch,
     ) -> Tensor:
-        prepared = batch.prepared.get(NativeAttention)
-        if not isinstance(prepared, _Prepared):
-            prepared = batch.prepared[NativeAttention] = _prepare(batch)
         result = torch.empty(out, dtype=dtype)
-        self._attend(shape, prepared.address, *inputs, store[0].data_ptr(), store[1].data_ptr(), result.data_ptr())
+        self._attend(shape, self.runs(batch), *inputs, store[0].data_ptr(), store[1].data_ptr(), result.data_ptr())
         return result
 
-    def _shape(
+    def shape(
         self, q: tuple[int, ...], kv_heads: int, strides: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype, spec: AttentionSpec
     ) -> int:
-        """The address of the call's shape; few differ, and they are kept."""
+        """The address of a call's `AttentionShape`, kept as long as this lives; few differ.
+
+        Args:
+            q: Its shape.
+            kv_heads: Heads of k and v.
+            strides: Of q, k and v, from token to token.
+            dtype: Of q, k, v and the answer.
+            kv_dtype: Of the store.
+            spec: Scale, window and softcap.
+        """
         threads = torch.get_num_threads()
         key = (q[1], q[2], kv_heads, strides, dtype, kv_dtype, spec, threads)
         found = self._shapes.get(key)
         if found is None:
-            shape = _Shape(
-                q[1], kv_heads, q[2], *strides, dtype == torch.bfloat16, kv_dtype == torch.bfloat16, spec.window or 0, threads, spec.scale, spec.softcap or 0.0
-            )
+            kind = _KV_DTYPES.index(kv_dtype)
+            shape = _Shape(q[1], kv_heads, q[2], *strides, dtype == torch.bfloat16, kind, spec.window or 0, threads, spec.scale, spec.softcap or 0.0)
             found = self._shapes[key] = (shape, ctypes.addressof(shape))
         return found[1]
 
@@ -159,10 +176,6 @@ def cpu_attention() -> Attention:
     """The best attention of this machine's processor: native where its kernel can be had, else torch's operators."""
     library = load("attention")
     return TorchAttention() if library is None else NativeAttention(library)
-
-
-def _known(q: Tensor, store: tuple[Tensor, Tensor]) -> bool:
-    return q.dtype in _DTYPES and store[0].dtype in _DTYPES and q.is_cpu
 
 
 def _dense(heads: Tensor) -> Tensor:

@@ -67,8 +67,10 @@ class _Layer:
     def read(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at those slots, each [seen, kv_heads, head_dim]."""
         if isinstance(slots, slice):
-            return self.keys[slots], self.values[slots]
-        return self.scratch.gather("keys", self.keys, slots), self.scratch.gather("values", self.values, slots)
+            keys, values = self.keys[slots], self.values[slots]
+        else:
+            keys, values = self.scratch.gather("keys", self.keys, slots), self.scratch.gather("values", self.values, slots)
+        return keys.to(self.q.dtype), values.to(self.q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,8 @@ class TorchAttention:
     ) -> Tensor:
         """Writes k and v to the store and attends."""
         keys, values = store
-        keys.index_copy_(0, batch.new_slots, k)
-        values.index_copy_(0, batch.new_slots, v)
+        keys.index_copy_(0, batch.new_slots, narrowed(k, keys.dtype))
+        values.index_copy_(0, batch.new_slots, narrowed(v, values.dtype))
         key = (TorchAttention, spec.window)
         plan = batch.prepared.get(key)
         if not isinstance(plan, _Plan):
@@ -208,6 +210,14 @@ class TorchAttention:
         for prefix in plan.prefixes:
             prefix.merge(layer)
         return out
+
+
+def narrowed(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the store's dtype; what is beyond float16's range becomes its largest value, so that nothing finite becomes infinite."""
+    if dtype == torch.float16 and heads.dtype != dtype:
+        most = torch.finfo(dtype).max
+        heads = heads.float().clamp(-most, most)
+    return heads.to(dtype)
 
 
 def plan_batch(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> _Plan:

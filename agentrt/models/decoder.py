@@ -17,6 +17,8 @@ from torch import Tensor
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
 from agentrt.models.config import DecoderConfig, ModelConfig
 from agentrt.models.linear import Linear, LinearFactory, dense
+from agentrt.models.native_layers import LayerParts, native_layers
+from agentrt.models.native_rows import NativeRows
 from agentrt.models.rotary import Rotary, rotate
 from agentrt.models.row_ops import Norm, RowOps, row_ops
 
@@ -50,8 +52,9 @@ class Decoder:
 
     Attributes:
         config: The model's shape and flags.
-        dtype: Of weights, activations and KV.
+        dtype: Of weights and activations.
         device: Where it runs.
+        native: Runs all layers in one call, if this model and this machine are such.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Decoder:
         self._rotated = config.heads + config.kv_heads
         self._layers = tuple(_layer(config, flags, weights, linear, rows, index) for index in range(config.layers))
         self._norm = _norm(flags, weights["model.norm.weight"], rows)
+        plain = isinstance(rows, NativeRows) and self.dtype == torch.float32
+        self.native = native_layers(config, [_plain(layer) for layer in self._layers], self._norm.weight, flags.eps) if plain else None
         head = self._embedding if flags.tied else weights["lm_head.weight"]
         self._head = linear("lm_head", head, None)
 
@@ -103,6 +108,8 @@ class Decoder:
             hidden.mul_(self._embedding_scale)
         angles = self._rope.angles(positions, self.dtype)
         local = angles if self._local_rope is None else self._local_rope.angles(positions, self.dtype)
+        if self.native is not None and (done := self.native.forward(hidden, angles, local, batch, attention, store)) is not None:
+            return done
         changed: Tensor | None = None  # what the layer before adds; added where it is normed next
         for index, layer in enumerate(self._layers):
             normed = layer.before_attention(hidden) if changed is None else layer.before_attention.after_adding(hidden, changed)
@@ -187,6 +194,14 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if flags.qk_norm:
             shapes.update({f"{prefix}self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")})
     return shapes
+
+
+def _plain(layer: _Layer) -> LayerParts | None:
+    """The layer, if it has no more than two norms."""
+    if not (layer.q_norm is layer.k_norm is layer.after_attention is layer.after_mlp is None):
+        return None
+    norms = (layer.before_attention.weight, layer.before_mlp.weight)
+    return LayerParts(layer.spec, layer.local, norms, (layer.qkv, layer.output, layer.gate_up, layer.down))
 
 
 def _norm(flags: DecoderConfig, weight: Tensor, rows: RowOps) -> Norm:

@@ -60,7 +60,8 @@ class Quantized:
             ]
         joined = _joined(parts)
         biases = [None] * len(joined) if bias is None else bias.split([part.q.shape[0] for part in joined])
-        return _side_by_side([quantized_linear(part, own) for part, own in zip(joined, biases, strict=True)])
+        linears = [quantized_linear(part, own) for part, own in zip(joined, biases, strict=True)]
+        return linears[0] if len(linears) == 1 else SideBySide(linears)
 
 
 def _joined(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
@@ -75,7 +76,21 @@ def _joined(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
     return joined
 
 
-def _side_by_side(linears: list[Linear]) -> Linear:
-    if len(linears) == 1:
-        return linears[0]
-    return lambda x: torch.cat([one(x) for one in linears], -1)
+class SideBySide:
+    """Matrices on the same input, whose outputs are put one after the other.
+
+    Attributes:
+        parts: In order.
+    """
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]."""
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+def parts(matrix: Linear) -> tuple[Linear, ...]:
+    """What a matrix is put together from; itself, if it is one."""
+    return matrix.parts if isinstance(matrix, SideBySide) else (matrix,)

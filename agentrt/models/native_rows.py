@@ -14,7 +14,7 @@ from agentrt.kernels.cpu.build import load
 from agentrt.models.config import Activation
 from agentrt.models.row_ops import TorchRows
 
-_KINDS = {"silu": 0, "gelu_tanh": 1}
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  #: As the kernel numbers them.
 _DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -45,7 +45,7 @@ class NativeRows(TorchRows):
 
     def gate(self, fused: Tensor, activation: Activation) -> Tensor:
         """Gated activation."""
-        kind = _KINDS.get(activation)
+        kind = KINDS.get(activation)
         if kind is None or not _known(fused, fused):
             return super().gate(fused, activation)
         count, width = fused.shape[0], fused.shape[1] // 2

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -22,6 +23,7 @@ namespace {
 using namespace agentrt;
 
 constexpr int SEGMENT = 64;       // tokens that are read together
+constexpr int NEAR = 16;          // keys that all rows go through before the next
 constexpr int MOST_ROWS = 16;     // tokens that may read a segment together
 constexpr int64_t TILE = 16384;   // floats of q that such rows may have: as much again for their sums, and all fits the cache
 constexpr int64_t SMALL = 60000;  // multiplications below which a second thread costs more than it saves
@@ -34,7 +36,8 @@ extern "C" {
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim;
     int64_t q_stride, k_stride, v_stride;
-    int64_t q_bfloat16, kv_bfloat16;  // else float32
+    int64_t q_bfloat16;               // else float32
+    int64_t kv_kind;                  // 0: float32, 1: bfloat16, 2: float16
     int64_t window;                   // 0: all
     int64_t threads;
     double scale, softcap;  // softcap 0: none
@@ -216,7 +219,7 @@ private:
 
 /// A thread's memory; kept, since fresh memory costs page faults.
 struct Scratch {
-    std::vector<float> q, sums, folded, scores, tile, peaks, weights, folded_peaks, folded_weights;
+    std::vector<float> q, sums, folded, scores, tile, peaks, weights, folded_peaks, folded_weights, before, now;
 
     static void hold(std::vector<float>& memory, int64_t size) {
         if (int64_t(memory.size()) < size) memory.resize(size_t(size));
@@ -229,14 +232,15 @@ class Kernel {
 public:
     Kernel(const AttentionShape& shape, const Tensors& tensors, Plan& plan, Scratch& scratch)
         : shape_(shape), tensors_(tensors), plan_(plan), own_(scratch), padded_(padded(shape.head_dim)), group_(shape.heads / shape.kv_heads),
-          slot_(shape.kv_heads * shape.head_dim), direct_(sizeof(T) == sizeof(float) && padded_ == shape.head_dim) {
+          slot_(shape.kv_heads * shape.head_dim), whole_vectors_(padded_ == shape.head_dim) {
         const int64_t rows = MOST_ROWS * shape.heads;
         Scratch::hold(own_.q, rows * padded_);
         Scratch::hold(own_.sums, rows * padded_);
         Scratch::hold(own_.folded, rows * padded_);
         Scratch::hold(own_.scores, rows * SEGMENT);
-        Scratch::hold(own_.tile, direct_ ? 0 : SEGMENT * shape.kv_heads * padded_);
-        for (auto* memory : {&own_.peaks, &own_.weights, &own_.folded_peaks, &own_.folded_weights}) Scratch::hold(*memory, rows);
+        Scratch::hold(own_.tile, SEGMENT * shape.kv_heads * padded_);
+        for (auto* memory : {&own_.peaks, &own_.weights, &own_.folded_peaks, &own_.folded_weights, &own_.before, &own_.now})
+            Scratch::hold(*memory, rows + LANES);
     }
 
     /// Writes a new token's key, turned by its angles, and its value.
@@ -265,7 +269,9 @@ public:
             begin_fold(row, 1);
             for (int64_t segment = block.first; segment < segments(rows[row].stop); ++segment) {
                 const float* result = partial(block, row, segment);
-                fold(row, result + 2 * shape_.heads, result, result + shape_.heads);
+                weigh(row, 1, result, result + shape_.heads);
+                for (int64_t head = 0; head < shape_.heads; ++head)
+                    if (result[shape_.heads + head] != 0) fold(row * shape_.heads + head, result + 2 * shape_.heads + head * padded_);
             }
             finish(rows[row], row);
         }
@@ -298,17 +304,11 @@ private:
     void whole(const Block& block, const Row* rows) {
         begin_fold(0, block.count);
         read_queries(rows, 0, block.count);
-        for (int64_t segment = block.first; segment < block.common; ++segment) {
-            attend(rows, 0, block.count, segment, segment + 1 < block.common);
-            for (int64_t row = 0; row < block.count; ++row) fold_own(row);
-        }
+        for (int64_t segment = block.first; segment < block.common; ++segment) attend<true>(rows, 0, block.count, segment, segment + 1 < block.common);
         for (int64_t row = 0, count; row < block.count; row += count) {
             for (count = 1; row + count < block.count && rows[row + count].slots == rows[row].slots;) ++count;
             const int64_t last = segments(rows[row + count - 1].stop);
-            for (int64_t segment = block.common; segment < last; ++segment) {
-                attend(rows, row, count, segment, segment + 1 < last);
-                for (int64_t i = row; i < row + count; ++i) fold_own(i);
-            }
+            for (int64_t segment = block.common; segment < last; ++segment) attend<true>(rows, row, count, segment, segment + 1 < last);
         }
         for (int64_t row = 0; row < block.count; ++row) finish(rows[row], row);
     }
@@ -316,7 +316,7 @@ private:
     void part(const Block& block, const Row* rows, int64_t row, int64_t count, int64_t first, int64_t last) {
         read_queries(rows, row, count);
         for (int64_t segment = first; segment < last; ++segment) {
-            attend(rows, row, count, segment, segment + 1 < last);
+            attend<false>(rows, row, count, segment, segment + 1 < last);
             for (int64_t i = row; i < row + count; ++i) {
                 float* result = partial(block, i, segment);
                 std::copy_n(own_.peaks.data() + i * shape_.heads, shape_.heads, result);
@@ -365,13 +365,18 @@ private:
         }
     }
 
-    /// Eight slots of keys or values as floats, heads `head_stride()` apart; beyond the last slot, the last one again.
-    void fetch(const T* store, const int64_t* slots, int64_t at, int64_t keys, int64_t tile_row, const float* to[8]) {
+    /// Eight slots of keys or values: where they are, or as floats in a tile; beyond the last slot, the last one again.
+    template <typename From>
+    void fetch(const T* store, const int64_t* slots, int64_t at, int64_t keys, int64_t tile_row, const From* to[8]) {
         for (int64_t i = 0; i < 8; ++i) {
             const T* from = store + slots[std::min(at + i, keys - 1)] * slot_;
-            if (direct_) {
-                to[i] = reinterpret_cast<const float*>(from);
-            } else {
+            if constexpr (std::is_same_v<From, T>) {
+                if (whole_vectors_) {
+                    to[i] = from;
+                    continue;
+                }
+            }
+            if constexpr (std::is_same_v<From, float>) {
                 float* row = own_.tile.data() + (tile_row + i) * shape_.kv_heads * padded_;
                 if (at + i < keys) read_heads(from, shape_.kv_heads, 1.0f, row);
                 to[i] = at + i < keys ? row : to[i - 1];
@@ -386,7 +391,8 @@ private:
         }
     }
 
-    /// One segment for rows [from, from + count): peaks, weights and sums.
+    /// One segment for rows [from, from + count): folded into what they have, or its peaks, weights and sums left as they are.
+    template <bool FOLDS>
     void attend(const Row* rows, int64_t from, int64_t count, int64_t segment, bool more) {
         const int64_t start = segment * SEGMENT;
         int64_t stop = 0;
@@ -394,19 +400,30 @@ private:
         const int64_t keys = std::min<int64_t>(SEGMENT, stop - start), after = more ? std::min<int64_t>(8, stop - start - keys) : 0;
         const int64_t* slots = rows[from].slots + start;
         const T *k = static_cast<const T*>(tensors_.keys), *v = static_cast<const T*>(tensors_.values);
-        pass<true>(k, slots, keys, v, slots, std::min<int64_t>(8, keys), from, count);
-        for (int64_t row = from; row < from + count; ++row)
-            soften(row, std::clamp<int64_t>(rows[row].first - start, 0, keys), std::clamp<int64_t>(rows[row].stop - start, 0, keys), keys);
-        std::fill_n(own_.sums.data() + from * shape_.heads * padded_, count * shape_.heads * padded_, 0.0f);
-        pass<false>(v, slots, keys, k, slots + keys, after, from, count);
+        // Read once or twice, 16 bits are widened as they are used; for more rows they are laid out as floats.
+        const bool in_place = whole_vectors_ && (std::is_same_v<T, float> || count * group_ <= 6);
+        auto both = [&](auto sample) {
+            using From = decltype(sample);
+            pass<SCORES, From>(k, slots, keys, v, slots, std::min<int64_t>(8, keys), from, count);
+            for (int64_t row = from; row < from + count; ++row) soften(row, rows[row].first - start, rows[row].stop - start, keys);
+            if constexpr (FOLDS) weigh(from, count, own_.peaks.data() + from * shape_.heads, own_.weights.data() + from * shape_.heads);
+            pass<FOLDS ? FOLDED : SUMS, From>(v, slots, keys, k, slots + keys, after, from, count);
+        };
+        if (in_place)
+            both(T{});
+        else
+            both(float{});
     }
 
+    enum Pass { SCORES, SUMS, FOLDED };
+
     /// Over a segment's keys (scores) or values (sums). What is read next is asked for ahead of time.
-    template <bool SCORES>
+    template <Pass PASS, typename From>
     void pass(const T* store, const int64_t* slots, int64_t keys, const T* next, const int64_t* next_slots, int64_t next_keys, int64_t from,
               int64_t count) {
-        const float* at[SEGMENT];
+        const From* at[SEGMENT];
         const bool many = count * group_ > 8;  // then a head's part of the segment stays in the nearest cache
+        const int64_t eights = (keys + 7) / 8 * 8;
         for (int64_t key = 0; key < keys; key += 8) {
             if (key + 8 < keys)
                 prefetch(store, slots, key + 8, keys);
@@ -414,131 +431,170 @@ private:
                 prefetch(next, next_slots, 0, next_keys);
             fetch(store, slots, key, keys, many ? key : 0, at + key);
             if (!many)
-                for (int64_t head = 0; head < shape_.kv_heads; ++head) eights<SCORES>(at, key, key + 8, head, from, count);
+                for (int64_t head = 0; head < shape_.kv_heads; ++head) heads<PASS>(at, key, key + 8, key + 8 == eights, head, from, count);
         }
-        if (many)
-            for (int64_t head = 0; head < shape_.kv_heads; ++head) eights<SCORES>(at, 0, keys, head, from, count);
+        if (!many) return;
+        const int64_t piece = PASS == SCORES ? NEAR : SEGMENT;
+        for (int64_t head = 0; head < shape_.kv_heads; ++head)
+            for (int64_t key = 0; key < eights; key += piece) heads<PASS>(at, key, std::min(key + piece, eights), true, head, from, count);
     }
 
     /// Keys [key, stop) of one KV head, a multiple of eight, for all query heads that read it, three of them at a time.
-    template <bool SCORES>
-    __attribute__((noinline)) void eights(const float* const* at, int64_t key, int64_t stop, int64_t kv_head, int64_t from, int64_t count) {
-        const int64_t offset = kv_head * (direct_ ? shape_.head_dim : padded_), heads = count * group_;
-        for (int64_t i = 0; i < heads; i += 3) {
-            const int64_t now = std::min<int64_t>(3, heads - i);
-            int64_t head[3];
-            for (int64_t j = 0; j < now; ++j) head[j] = (from + (i + j) / group_) * shape_.heads + kv_head * group_ + (i + j) % group_;
-            switch (now) {
-                case 3: SCORES ? dots<3>(head, at, key, stop, offset) : adds<3>(head, at, key, stop, offset); break;
-                case 2: SCORES ? dots<2>(head, at, key, stop, offset) : adds<2>(head, at, key, stop, offset); break;
-                default: SCORES ? dots<1>(head, at, key, stop, offset) : adds<1>(head, at, key, stop, offset);
+    template <Pass PASS, typename From>
+    __attribute__((noinline)) void heads(const From* const* at, int64_t key, int64_t stop, bool last, int64_t kv_head, int64_t from, int64_t count) {
+        const int64_t offset = kv_head * padded_, heads = count * group_;
+        auto threes = [&](auto rows) {  // of query heads
+            for (int64_t i = 0; i < heads; i += 3) {
+                const int64_t now = std::min<int64_t>(3, heads - i);
+                int64_t head[3];
+                for (int64_t j = 0; j < now; ++j) head[j] = (from + (i + j) / group_) * shape_.heads + kv_head * group_ + (i + j) % group_;
+                switch (now) {
+                    case 3: rows(head, std::integral_constant<int, 3>()); break;
+                    case 2: rows(head, std::integral_constant<int, 2>()); break;
+                    default: rows(head, std::integral_constant<int, 1>());
+                }
             }
+        };
+        if constexpr (PASS == SCORES) {
+            threes([&](const int64_t* head, auto count) { dots<count()>(head, at, key, stop, offset); });
+        } else {  // a part of the values after the other, so that it stays near while all heads use it
+            int64_t i = 0;
+            for (; i + 4 * LANES <= padded_; i += 4 * LANES)
+                threes([&](const int64_t* head, auto count) { add<PASS, count(), 4>(head, at, key, stop, last, offset, i); });
+            for (; i < padded_; i += LANES)
+                threes([&](const int64_t* head, auto count) { add<PASS, count(), 1>(head, at, key, stop, last, offset, i); });
         }
     }
 
-    template <int ROWS>
-    void dots(const int64_t* head, const float* const* at, int64_t key, int64_t stop, int64_t offset) {
+    template <int ROWS, typename From>
+    void dots(const int64_t* head, const From* const* at, int64_t key, int64_t stop, int64_t offset) {
         const float* queries[ROWS];
         for (int row = 0; row < ROWS; ++row) queries[row] = own_.q.data() + head[row] * padded_;
         for (; key < stop; key += 4) {
+            const From* keys[4];
+            for (int j = 0; j < 4; ++j) keys[j] = at[key + j] + offset;
             Floats sums[ROWS][4] = {};
             for (int64_t i = 0; i < padded_; i += LANES) {
                 Floats q[ROWS];  // three rows, twelve sums and a key fill the sixteen registers
-                for (int row = 0; row < ROWS; ++row) q[row] = load(queries[row] + i);
+                for (int row = 0; row < ROWS; ++row) q[row] = held(load(queries[row] + i));
                 for (int j = 0; j < 4; ++j) {
-                    const Floats k = load(at[key + j] + offset + i);
-                    for (int row = 0; row < ROWS; ++row) sums[row][j] += q[row] * k;
+                    const Floats k = held(load(keys[j] + i));
+                    for (int row = 0; row < ROWS; ++row) sums[row][j] = multiply_add(q[row], k, sums[row][j]);
                 }
             }
             for (int row = 0; row < ROWS; ++row) sums_of_four(sums[row], own_.scores.data() + head[row] * SEGMENT + key);
         }
     }
 
-    template <int ROWS>
-    void adds(const int64_t* head, const float* const* at, int64_t key, int64_t stop, int64_t offset) {
-        int64_t i = 0;
-        for (; i + 4 * LANES <= padded_; i += 4 * LANES) add<ROWS, 4>(head, at, key, stop, offset, i);
-        for (; i < padded_; i += LANES) add<ROWS, 1>(head, at, key, stop, offset, i);
-    }
-
-    template <int ROWS, int VECTORS>
-    void add(const int64_t* head, const float* const* at, int64_t key, int64_t stop, int64_t offset, int64_t i) {
-        Floats sums[ROWS][VECTORS];
+    template <Pass PASS, int ROWS, int VECTORS, typename From>
+    void add(const int64_t* head, const From* const* at, int64_t key, int64_t stop, bool last, int64_t offset, int64_t i) {
+        Floats sums[ROWS][VECTORS] = {};
         const float* weights[ROWS];
-        for (int row = 0; row < ROWS; ++row) {
-            weights[row] = own_.scores.data() + head[row] * SEGMENT;
-            for (int j = 0; j < VECTORS; ++j) sums[row][j] = load(own_.sums.data() + head[row] * padded_ + i + j * LANES);
-        }
+        for (int row = 0; row < ROWS; ++row) weights[row] = own_.scores.data() + head[row] * SEGMENT;
+        if (key)
+            for (int row = 0; row < ROWS; ++row)
+                for (int j = 0; j < VECTORS; ++j) sums[row][j] = load(own_.sums.data() + head[row] * padded_ + i + j * LANES);
         for (; key < stop; ++key) {
-            const float* from = at[key] + offset + i;
+            const From* from = at[key] + offset + i;
             Floats weight[ROWS];
-            for (int row = 0; row < ROWS; ++row) weight[row] = all(weights[row][key]);
+            for (int row = 0; row < ROWS; ++row) weight[row] = held(all(weights[row][key]));
             for (int j = 0; j < VECTORS; ++j) {
-                const Floats v = load(from + j * LANES);
-                for (int row = 0; row < ROWS; ++row) sums[row][j] += weight[row] * v;
+                const Floats v = held(load(from + j * LANES));
+                for (int row = 0; row < ROWS; ++row) sums[row][j] = multiply_add(weight[row], v, sums[row][j]);
             }
         }
-        for (int row = 0; row < ROWS; ++row)
-            for (int j = 0; j < VECTORS; ++j) store(own_.sums.data() + head[row] * padded_ + i + j * LANES, sums[row][j]);
+        for (int row = 0; row < ROWS; ++row) {
+            if (PASS == FOLDED && last) {
+                if (own_.weights[size_t(head[row])] == 0) continue;  // nothing was seen
+                for (int j = 0; j < VECTORS; ++j) fold_vector(head[row], i + j * LANES, sums[row][j]);
+            } else {
+                for (int j = 0; j < VECTORS; ++j) store(own_.sums.data() + head[row] * padded_ + i + j * LANES, sums[row][j]);
+            }
+        }
     }
 
     /// Scores of one row become weights; those outside [first, stop) become 0.
     void soften(int64_t row, int64_t first, int64_t stop, int64_t keys) {
+        const bool all_seen = first <= 0 && stop >= SEGMENT && keys == SEGMENT && shape_.softcap == 0;
+        for (int64_t head = row * shape_.heads; head < (row + 1) * shape_.heads; ++head)
+            if (all_seen)
+                soften_head<true>(head, 0, SEGMENT, SEGMENT);
+            else
+                soften_head<false>(head, int(std::max<int64_t>(first, 0)), int(std::min(stop, keys)), keys);
+    }
+
+    template <bool ALL_SEEN>
+    void soften_head(int64_t head, int first, int stop, int64_t keys) {
         Ints lanes;
         for (int lane = 0; lane < LANES; ++lane) lanes[lane] = lane;
-        const int64_t vectors = (keys + LANES - 1) / LANES;
+        const int64_t vectors = ALL_SEEN ? SEGMENT / LANES : (keys + LANES - 1) / LANES;
         const float cap = float(shape_.softcap);
-        for (int64_t head = row * shape_.heads; head < (row + 1) * shape_.heads; ++head) {
-            float* scores = own_.scores.data() + head * SEGMENT;
-            Floats most = all(-INFINITY);
-            for (int64_t i = 0; i < vectors; ++i) {
-                const Ints at = lanes + int(i * LANES);
-                Floats score = load(scores + i * LANES);
+        float* scores = own_.scores.data() + head * SEGMENT;
+        auto seen = [&](int64_t i) { return (lanes + int(i * LANES) >= first) & (lanes + int(i * LANES) < stop); };
+        Floats most = all(-INFINITY);
+        for (int64_t i = 0; i < vectors; ++i) {
+            Floats score = load(scores + i * LANES);
+            if (!ALL_SEEN) {
                 if (cap != 0) score = cap * hyperbolic_tangent(score / cap);
-                score = ((at >= int(first)) & (at < int(stop))) ? score : all(-INFINITY);
+                score = seen(i) ? score : all(-INFINITY);
                 store(scores + i * LANES, score);
-                most = larger(score, most);
             }
-            const float peak = largest(most);
-            Floats total = {};
-            for (int64_t i = 0; i < vectors; ++i) {
-                const Ints at = lanes + int(i * LANES);
-                const Floats weight = exponential(load(scores + i * LANES) - peak);
-                const Floats kept = ((at >= int(first)) & (at < int(stop))) ? weight : all(0.0f);
-                store(scores + i * LANES, kept);
-                total += kept;
-            }
-            own_.peaks[size_t(head)] = peak;
-            own_.weights[size_t(head)] = sum(total);
+            most = larger(score, most);
         }
+        const float peak = largest(most);
+        Floats total = {};
+        for (int64_t i = 0; i < vectors; ++i) {
+            Floats weight = exponential(load(scores + i * LANES) - peak);
+            if (!ALL_SEEN) weight = seen(i) ? weight : all(0.0f);
+            store(scores + i * LANES, weight);
+            total += weight;
+        }
+        own_.peaks[size_t(head)] = peak;
+        own_.weights[size_t(head)] = sum(total);
     }
 
     void begin_fold(int64_t row, int64_t count) {
-        std::fill_n(own_.folded_weights.data() + row * shape_.heads, count * shape_.heads, 0.0f);
+        const int64_t at = row * shape_.heads, heads = count * shape_.heads;
+        std::fill_n(own_.folded_weights.data() + at, heads, 0.0f);
+        std::fill_n(own_.folded_peaks.data() + at, heads, -INFINITY);
+        std::fill_n(own_.folded.data() + at * padded_, heads * padded_, 0.0f);
     }
 
-    void fold_own(int64_t row) {
-        const int64_t at = row * shape_.heads;
-        fold(row, own_.sums.data() + at * padded_, own_.peaks.data() + at, own_.weights.data() + at);
-    }
-
-    /// Takes a segment's result into a row's. A weight of 0 means that nothing was seen.
-    void fold(int64_t row, const float* sums, const float* peaks, const float* weights) {
-        for (int64_t head = 0; head < shape_.heads; ++head, sums += padded_) {
-            const int64_t at = row * shape_.heads + head;
-            float *folded = own_.folded.data() + at * padded_, &peak = own_.folded_peaks[size_t(at)], &weight = own_.folded_weights[size_t(at)];
-            if (weights[head] == 0) continue;
-            if (weight == 0) {
-                std::copy_n(sums, padded_, folded);
-                peak = peaks[head];
-                weight = weights[head];
-                continue;
+    /// Takes a segment's peaks and weights into those of rows [row, row + count), and finds by what their sums are to be multiplied
+    /// (`before`) and the segment's (`now`). A weight of 0 means that nothing was seen.
+    __attribute__((noinline)) void weigh(int64_t row, int64_t count, const float* peaks, const float* weights) {
+        const int64_t begin = row * shape_.heads, heads = count * shape_.heads;
+        for (int64_t i = 0; i < heads; i += LANES) {
+            const int64_t at = begin + i, lanes = std::min<int64_t>(LANES, heads - i);
+            Floats peak = all(-INFINITY), weight = {}, own_peak = all(-INFINITY), own_weight = {};
+            if (lanes == LANES) {
+                peak = load(peaks + i), weight = load(weights + i);
+                own_peak = load(own_.folded_peaks.data() + at), own_weight = load(own_.folded_weights.data() + at);
+            } else {
+                for (int64_t j = 0; j < lanes; ++j) {
+                    peak[j] = peaks[i + j], weight[j] = weights[i + j];
+                    own_peak[j] = own_.folded_peaks[size_t(at + j)], own_weight[j] = own_.folded_weights[size_t(at + j)];
+                }
             }
-            const float top = std::max(peak, peaks[head]), before = std::exp(peak - top), now = std::exp(peaks[head] - top);
-            for (int64_t i = 0; i < padded_; i += LANES) store(folded + i, load(folded + i) * before + load(sums + i) * now);
-            weight = weight * before + weights[head] * now;
-            peak = top;
+            const Floats top = larger(own_peak, (weight == 0.0f) ? own_peak : peak);
+            const Floats before = (own_weight == 0.0f) ? all(0.0f) : exponential(own_peak - top);
+            const Floats now = (weight == 0.0f) ? all(0.0f) : exponential(peak - top);
+            const Floats sums = multiply_add(own_weight, before, weight * now);
+            for (int64_t j = 0; j < lanes; ++j) {
+                own_.before[size_t(at + j)] = before[j], own_.now[size_t(at + j)] = now[j];
+                own_.folded_peaks[size_t(at + j)] = top[j], own_.folded_weights[size_t(at + j)] = sums[j];
+            }
         }
+    }
+
+    /// A head's sums of a segment, taken into those of the segments before it.
+    void fold(int64_t head, const float* sums) {
+        for (int64_t i = 0; i < padded_; i += LANES) fold_vector(head, i, load(sums + i));
+    }
+
+    void fold_vector(int64_t head, int64_t i, Floats sums) {
+        float* folded = own_.folded.data() + head * padded_ + i;
+        store(folded, multiply_add(load(folded), all(own_.before[size_t(head)]), sums * own_.now[size_t(head)]));
     }
 
     void finish(const Row& row, int64_t at) const {
@@ -566,7 +622,7 @@ private:
     Plan& plan_;
     Scratch& own_;
     const int64_t padded_, group_, slot_;
-    const bool direct_;
+    const bool whole_vectors_;
 };
 
 template <typename T>
@@ -599,7 +655,9 @@ void agentrt_attention(const AttentionShape* shape, const AttentionRuns* runs, c
     static thread_local Plan plan;
     const Tensors tensors{q, k, v, cos, sin, keys, values, out};
     Planner(*shape, *runs, plan).make();
-    if (shape->kv_bfloat16)
+    if (shape->kv_kind == 2)
+        attend<Float16>(*shape, *runs, tensors, plan);
+    else if (shape->kv_kind == 1)
         attend<Bfloat16>(*shape, *runs, tensors, plan);
     else
         attend<float>(*shape, *runs, tensors, plan);

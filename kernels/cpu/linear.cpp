@@ -10,7 +10,7 @@
 //     scale[16] (float16 or float32), minimum[16] (the same; 4 bits only), q[8 steps][16 outputs][4 inputs]
 //
 // where at 4 bits step t has the low halves of the bytes of which step t + 4 has the high ones. An activation's four
-// bytes are then broadcast to all lanes. Rows are taken a few at a time. Where there are more than a few, a block's halves
+// bytes are then broadcast to all lanes. Rows are taken a few at a time. Where there are many, a block's halves
 // are first spread to bytes, once for all rows; that changes no sum.
 //
 // The dot product of one group is written three times: AVX-512 with VNNI, AVX2, and plain C. Its model in Python, which
@@ -32,7 +32,9 @@ namespace {
 constexpr int GROUP = 32;    // weights that share a scale
 constexpr int LANES = 16;    // outputs of a block
 constexpr int STEPS = 8;     // of four inputs, in a group
-constexpr int FEW = 3;       // up to so many rows, 4-bit weights are unpacked as they are used
+
+// Up to so many rows, 4-bit weights are unpacked as they are used, tile after tile; for more it pays to write them down unpacked.
+constexpr int FEW = 24;
 
 // How a group's q lie: two in a byte as they are stored, one in a byte (0 to 15), or one in a byte with a sign.
 enum Form { HALVES, BYTES, SIGNED };
@@ -136,7 +138,8 @@ inline Lanes fma(const Lanes& a, float s, const Lanes& c) {
 struct Activations {
     int groups = 0;
     std::vector<int8_t> q;        // [row][input]
-    std::vector<int16_t> q16;     // [row][input], each four as 0 2 1 3: for AVX2 with weights of 8 bits
+    std::vector<int16_t> q16;     // [row][input], each four as 0 2 1 3: for AVX2 with weights of 8 bits, else left as it was
+    bool wants_q16 = false;
     std::vector<int32_t> sum;     // [row][group], of the q
     std::vector<float> scale;     // [row][group]
     std::vector<float> total;     // [row][group]: scale * sum
@@ -169,7 +172,7 @@ inline GroupScale group_scale(int32_t largest_bits) {  // magnitudes compare as 
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-// Writes q and q16, returns the sum of q; x has a whole group.
+// Writes q, and q16 if it is not null; returns the sum of q; x has a whole group.
 inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& scale) {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256 v[4];
@@ -192,9 +195,11 @@ inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& s
     if (scale != scale) packed = _mm256_setzero_si256();
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), packed);
     const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(packed, 8), 8), odd = _mm256_srai_epi16(packed, 8);
-    const __m256i first = _mm256_unpacklo_epi32(even, odd), second = _mm256_unpackhi_epi32(even, odd);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q16), _mm256_permute2x128_si256(first, second, 0x20));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q16 + 16), _mm256_permute2x128_si256(first, second, 0x31));
+    if (q16) {
+        const __m256i first = _mm256_unpacklo_epi32(even, odd), second = _mm256_unpackhi_epi32(even, odd);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(q16), _mm256_permute2x128_si256(first, second, 0x20));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(q16 + 16), _mm256_permute2x128_si256(first, second, 0x31));
+    }
     const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(even, odd), _mm256_set1_epi16(1));
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
@@ -213,7 +218,7 @@ inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& s
     for (int i = 0; i < GROUP; ++i) {
         const int32_t value = found.inverse > 0 ? int32_t(std::nearbyint(x[i] * found.inverse)) : 0;
         q[i] = int8_t(value);
-        q16[i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)] = int16_t(value);
+        if (q16) q16[i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)] = int16_t(value);
         sum += value;
     }
     return sum;
@@ -227,7 +232,7 @@ void quantise_group(const float* x, int count, Activations& to, size_t at) {
         std::memcpy(padded, x, sizeof(float) * count);
         x = padded;
     }
-    to.sum[at] = quantise_values(x, &to.q[at * GROUP], &to.q16[at * GROUP], to.scale[at]);
+    to.sum[at] = quantise_values(x, &to.q[at * GROUP], to.wants_q16 ? &to.q16[at * GROUP] : nullptr, to.scale[at]);
     to.total[at] = to.scale[at] * float(to.sum[at]);
 }
 
@@ -288,12 +293,12 @@ inline __m256i broadcast(const void* p) {
 template <Form FORM, int ROWS>
 inline void dots_unsigned(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
     __m256i low[ROWS], high[ROWS];
-    for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
     auto step = [&](int t, __m256i w0, __m256i w1) {
         for (int r = 0; r < ROWS; ++r) {
             const __m256i a = broadcast(&x.q[(at + r * stride) * GROUP + t * 4]);
-            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(w0, a));
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(w1, a));
+            const __m256i p0 = _mm256_maddubs_epi16(w0, a), p1 = _mm256_maddubs_epi16(w1, a);
+            low[r] = t == 0 ? p0 : _mm256_add_epi16(low[r], p0);
+            high[r] = t == 0 ? p1 : _mm256_add_epi16(high[r], p1);
             keep(low[r]);
             keep(high[r]);
         }
@@ -532,6 +537,7 @@ void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, 
     static thread_local Activations kept;
     Activations& quantised = kept;
     quantised.resize(rows, int((inputs + GROUP - 1) / GROUP));
+    quantised.wants_q16 = bits == 8;
     const Output out{y, y_stride, bias, outputs};
     const Format format{bits, half != 0};
     const int64_t blocks = (outputs + LANES - 1) / LANES;

@@ -27,6 +27,12 @@ struct Bfloat16 {
     uint16_t bits;
 };
 
+/// A float16 in memory; what is beyond its range is stored as its largest value, so that nothing finite becomes infinite.
+struct Float16 {
+    uint16_t bits;
+};
+constexpr float MOST_FLOAT16 = 65504.0f;
+
 /// Less zero, and not plus it: that compiles to a broadcast, where -0 + 0 would have to be added.
 inline Floats all(float value) {
     const Floats zero = {};
@@ -37,6 +43,23 @@ inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloa
 
 inline Floats load(const Bfloat16* from) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
+}
+
+/// As bits, for processors that do not convert: the exponent is moved by a multiplication, which is exact for small values too.
+inline Floats float16_bits(Words bits) {
+    const Words magnitude = (bits & 0x7fffu) << 13;
+    const Words infinite = magnitude >= (255u - 112u) << 23 ? magnitude | 0x7f800000u : (Words)((Floats)magnitude * 0x1p112f);
+    return (Floats)(infinite | ((bits & 0x8000u) << 16));
+}
+
+inline Floats load(const Float16* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    return float16_bits(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words));
+#endif
 }
 
 inline void store(float* to, Floats value) { *reinterpret_cast<LooseFloats*>(to) = value; }
@@ -66,25 +89,103 @@ inline void narrow(Bfloat16* to, float value) {
     to->bits = value == value ? uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : uint16_t(0x7fc0u);
 }
 
+inline float wide(Float16 value) {
+    const Words bits = {value.bits};
+    return float16_bits(bits)[0];
+}
+
+/// Rounded to nearest, ties to even.
+inline void narrow(Float16* to, float value) {
+    uint32_t bits, sign;
+    std::memcpy(&bits, &value, sizeof bits);
+    sign = bits >> 16 & 0x8000u;
+    float magnitude = value < 0 ? -value : value;
+    if (magnitude > MOST_FLOAT16) magnitude = MOST_FLOAT16;
+    std::memcpy(&bits, &magnitude, sizeof bits);
+    if (value != value)
+        bits = 0x7e00u;
+    else if (magnitude < 0x1p-14f)
+        bits = uint32_t(magnitude * 0x1p24f + 8388608.0f - 8388608.0f);  // the addition rounds to a whole number
+    else
+        bits = (bits + 0xfffu + (bits >> 13 & 1u) - (112u << 23)) >> 13;
+    to->bits = uint16_t(sign | bits);
+}
+
+inline void store(Float16* to, Floats value) {
+#if defined(__AVX512F__) || defined(__F16C__)
+    const Floats most = all(MOST_FLOAT16);
+    value = (value > most) ? most : ((value < -most) ? -most : value);
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#endif
+#else
+    for (int lane = 0; lane < LANES; ++lane) narrow(to + lane, value[lane]);
+#endif
+}
+
+/// a * b + c, rounded once where the processor can; the same everywhere in a library, whatever a compiler would contract.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/// The same, in a register from here on: compilers would else load a value that is used three times from memory three times.
+inline Floats held(Floats value) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(value));
+#elif defined(__AVX__)
+    asm("" : "+x"(value));
+#endif
+    return value;
+}
+
 inline Floats larger(Floats a, Floats b) { return (a > b) ? a : b; }
 
+/// The lanes of a vector, those `APART` from each other exchanged.
+template <int APART>
+inline Floats exchanged(Floats lanes) {
+#if defined(__clang__) && defined(__AVX512F__)
+    return __builtin_shufflevector(lanes, lanes, 0 ^ APART, 1 ^ APART, 2 ^ APART, 3 ^ APART, 4 ^ APART, 5 ^ APART, 6 ^ APART, 7 ^ APART,
+                                   8 ^ APART, 9 ^ APART, 10 ^ APART, 11 ^ APART, 12 ^ APART, 13 ^ APART, 14 ^ APART, 15 ^ APART);
+#elif defined(__clang__)
+    return __builtin_shufflevector(lanes, lanes, 0 ^ APART, 1 ^ APART, 2 ^ APART, 3 ^ APART, 4 ^ APART, 5 ^ APART, 6 ^ APART, 7 ^ APART);
+#else
+    Ints from;
+    for (int lane = 0; lane < LANES; ++lane) from[lane] = lane ^ APART;
+    return __builtin_shuffle(lanes, from);
+#endif
+}
+
 inline float sum(Floats lanes) {
-    float total = 0;
-    for (int lane = 0; lane < LANES; ++lane) total += lanes[lane];
-    return total;
+    if constexpr (LANES == 16) lanes += exchanged<8>(lanes);
+    lanes += exchanged<4>(lanes);
+    lanes += exchanged<2>(lanes);
+    lanes += exchanged<1>(lanes);
+    return lanes[0];
 }
 
 inline float largest(Floats lanes) {
-    float most = lanes[0];
-    for (int lane = 1; lane < LANES; ++lane) most = lanes[lane] > most ? lanes[lane] : most;
-    return most;
+    if constexpr (LANES == 16) lanes = larger(lanes, exchanged<8>(lanes));
+    lanes = larger(lanes, exchanged<4>(lanes));
+    lanes = larger(lanes, exchanged<2>(lanes));
+    lanes = larger(lanes, exchanged<1>(lanes));
+    return lanes[0];
 }
 
 /// e^x to about 1e-7 of it: 2^n times a polynomial on the rest (the coefficients are those of Cephes' expf, S. Moshier).
 /// 0 below -87.3, where floats lose digits, so minus infinity gives 0; infinity above 88.3; NaN gives NaN.
-inline Floats exponential(Floats x) {
+__attribute__((always_inline)) inline Floats exponential(Floats x) {
     constexpr float LEAST = -87.3f, MOST = 88.3f, ROUND = 12582912.0f;
-    const Floats inside = (x < LEAST) ? all(LEAST) : ((x > MOST) ? all(MOST) : x);
+    const Floats least = all(LEAST), most = all(MOST);
+    Floats inside = (least > x) ? least : x;  // in this order a NaN stays
+    inside = (most < inside) ? most : inside;
     const Floats n = (inside * 1.44269504088896341f + ROUND) - ROUND;
     const Floats rest = (inside - n * 0.693359375f) + n * 2.12194440e-4f;
     Floats p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -113,7 +214,10 @@ inline void sums_of_four(const Floats a[4], float* out) {
         half[i] = (__m256)a[i];
 #endif
     }
-    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    // Unpacking and adding takes fewer instructions than adding horizontally does inside.
+    const __m256 first = _mm256_unpacklo_ps(half[0], half[1]) + _mm256_unpackhi_ps(half[0], half[1]);
+    const __m256 second = _mm256_unpacklo_ps(half[2], half[3]) + _mm256_unpackhi_ps(half[2], half[3]);
+    const __m256 pairs = _mm256_shuffle_ps(first, second, 0x44) + _mm256_shuffle_ps(first, second, 0xee);
     _mm_storeu_ps(out, _mm256_castps256_ps128(pairs) + _mm256_extractf128_ps(pairs, 1));
 #else
     for (int i = 0; i < 4; ++i) out[i] = sum(a[i]);

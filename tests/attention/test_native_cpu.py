@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
 from agentrt.attention.native_cpu import NativeAttention, cpu_attention
 from agentrt.attention.reference import ReferenceAttention
-from agentrt.attention.torch_cpu import TorchAttention
+from agentrt.attention.torch_cpu import TorchAttention, narrowed
 from agentrt.models.rotary import rotate
 
 pytestmark = pytest.mark.skipif(load("attention") is None, reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
@@ -154,19 +154,23 @@ def test_where_a_chunk_is_cut_changes_no_bit(cut: int) -> None:
 
 
 @settings(max_examples=12)
-@given(heads, runs, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**20))
-def test_bfloat16_is_the_reference_rounded(heads: Heads, runs: list[Run], dtype: torch.dtype, seed: int) -> None:
-    """Also a store in bfloat16 under activations in float32."""
-    case = make(heads, runs, page=1, scattered=True, shared=0, seed=seed, dtype=dtype, kv_dtype=torch.bfloat16)
+@given(heads, runs, st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([torch.bfloat16, torch.float16]), st.integers(0, 2**20))
+def test_a_store_of_16_bits_is_the_reference_rounded(heads: Heads, runs: list[Run], dtype: torch.dtype, kv_dtype: torch.dtype, seed: int) -> None:
+    """Under activations in float32 too; what is beyond float16's range is its largest value, small values keep what bits there are."""
+    case = make(heads, runs, page=1, scattered=True, shared=0, seed=seed, dtype=dtype, kv_dtype=kv_dtype)
+    case.qkv[:, heads.heads :] *= torch.tensor(10.0) ** torch.randint(-8, 2, (1, 1, heads.dim), generator=torch.Generator().manual_seed(seed))
+    case.qkv[0, -1, 0] = 1e30 if kv_dtype == torch.float16 else 3.0
     spec = AttentionSpec(heads.dim**-0.5)
     store = (case.store[0].float(), case.store[1].float())
     exact = Case(case.batch, store, case.qkv.float(), heads)
-    kv = case.qkv.bfloat16().float()[:, heads.heads :]
+    kv = narrowed(case.qkv.float(), kv_dtype).float()[:, heads.heads :]
     expected = exact.attend(ReferenceAttention(), spec, torch.cat((exact.qkv[:, : heads.heads], kv), 1))
     with poisoned_outputs(1):
         got = case.attend(native(), spec)
     assert got.dtype == dtype
-    torch.testing.assert_close(got.float(), expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    near = {"atol": 1e-5 if dtype == torch.float32 else 1e-2, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+    torch.testing.assert_close(got.float(), expected, **near)
+    torch.testing.assert_close(case.attend(TorchAttention(), spec).float(), expected, **near if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2})
 
 
 @settings(max_examples=12)
@@ -198,7 +202,7 @@ def test_a_nan_reaches_the_answers_that_saw_it_and_no_others() -> None:
         assert got[1:].isfinite().all()
 
 
-def test_float16_goes_to_the_operators() -> None:
+def test_activations_in_float16_go_to_the_operators() -> None:
     case = make(Heads(4, 2, 64), [Run(1, 100), Run(3, 20)], page=1, scattered=True, shared=0, seed=1, dtype=torch.float16)
     spec = AttentionSpec(0.1)
     assert torch.equal(case.attend(native(), spec), case.attend(TorchAttention(), spec))

@@ -1,0 +1,196 @@
+"""All layers of a decoder in one call of `kernels/cpu/decoder.cpp`, for models whose matrices have few bits, on a CPU.
+
+It is the loop of `agentrt.models.decoder.Decoder.forward` without Python between its calls: the same kernels on the same
+numbers, so the same bits. `native_layers` answers None for what it does not know (norms of single heads, norms behind
+attention, matrices in float), and `forward` answers None for an attention that is not the native one; then the decoder goes layer by layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
+from agentrt.attention.native_cpu import NativeAttention
+from agentrt.kernels.cpu.build import load
+from agentrt.kernels.quantized_linear import NativeLinear
+from agentrt.models.config import ModelConfig
+from agentrt.models.linear import Linear, parts
+from agentrt.models.native_rows import KINDS
+
+if TYPE_CHECKING:
+    from agentrt.models.decoder import LayeredStore
+
+_LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_LIBRARIES = (("linear", "linear_run"), ("attention", "agentrt_attention"), ("fused", "agentrt_rms_norm"), ("fused", "agentrt_gate"))
+
+
+class _Matrix(ctypes.Structure):
+    """`DecoderMatrix` of the kernel."""
+
+    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG), ("bits", _LONG), ("half", _LONG))
+
+
+class _Layer(ctypes.Structure):
+    """`DecoderLayer` of the kernel."""
+
+    _fields_ = (
+        ("before_attention", _POINTER),
+        ("before_mlp", _POINTER),
+        ("shape", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("local", _LONG),
+        ("parts", _LONG * 4),
+        ("part", _POINTER),
+    )
+
+
+class _Shape(ctypes.Structure):
+    """`DecoderShape` of the kernel."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "activation", "threads")),
+        ("eps", ctypes.c_double),
+        ("norm", _POINTER),
+        ("layer", _POINTER),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What the kernel has to know of a layer.
+
+    Attributes:
+        spec: For attention.
+        local: Whether it turns by the local angles.
+        norms: Weights of the norms before attention and before the MLP.
+        matrices: Of q, k and v; of the output; of gate and up; of down.
+    """
+
+    spec: AttentionSpec
+    local: bool
+    norms: tuple[Tensor, Tensor]
+    matrices: tuple[Linear, Linear, Linear, Linear]
+
+
+class NativeLayers:
+    """A model's layers, ready to be called.
+
+    Attributes:
+        seconds: What all calls so far took: linears, attention, norms with activations.
+    """
+
+    def __init__(self, libraries: dict[str, ctypes.CDLL], config: ModelConfig, layers: Sequence[LayerParts], norm: Tensor, eps: float) -> None:
+        """Writes down where everything is; `native_layers` says for what.
+
+        Args:
+            libraries: By the names of their sources.
+            config: The model's.
+            layers: In order.
+            norm: Weight of the last norm.
+            eps: Of all norms.
+        """
+        flags = config.decoder
+        assert flags is not None  # `native_layers` has looked
+        self._run = libraries["decoder"].agentrt_decoder
+        self._run.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, *[_POINTER] * 5)
+        self._run.restype = None
+        self._kernels = (_POINTER * len(_LIBRARIES))(
+            *(ctypes.cast(getattr(libraries[name], function), _POINTER).value for name, function in _LIBRARIES)
+        )
+        self._parts, self._config = tuple(layers), config
+        found = [[_Matrix(*part.held) for matrix in layer.matrices for part in parts(matrix) if isinstance(part, NativeLinear)] for layer in layers]
+        self._matrices = [(_Matrix * len(matrices))(*matrices) for matrices in found]
+        self._layers = (_Layer * len(layers))(*map(self._layer, layers, self._matrices))
+        heads = (config.heads, config.kv_heads, config.head_dim)
+        self._norm = norm
+        self._shape = _Shape(
+            len(layers), flags.width, *heads, flags.mlp_width, KINDS[flags.activation], 0, eps, norm.data_ptr(), ctypes.addressof(self._layers)
+        )
+        memory = libraries["decoder"].agentrt_decoder_memory
+        memory.argtypes, memory.restype = (_POINTER,), _LONG
+        self._memory = memory(ctypes.addressof(self._shape))
+        self._placed: tuple[NativeAttention | None, LayeredStore | None, int] = (None, None, 0)
+        self._seconds = (ctypes.c_double * 3)()
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Copied."""
+        linears, attention, rows = self._seconds
+        return linears, attention, rows
+
+    def forward(
+        self,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        local: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        attention: Attention,
+        store: LayeredStore,
+    ) -> Tensor | None:
+        """Runs all layers.
+
+        Args:
+            hidden: Embeddings, [tokens, width]; changed, if anything is answered.
+            angles, local: Cosines and sines of the new tokens, for layers that see all and for local ones.
+            batch, attention, store: As for `Decoder.forward`.
+
+        Returns:
+            [tokens, width], behind the last norm; None if the attention is not the native one.
+        """
+        if not isinstance(attention, NativeAttention) or not attention.knows(hidden, store[0]):
+            return None
+        self._place(attention, store)
+        tokens = hidden.shape[0]
+        memory, out = torch.empty(tokens * self._memory), torch.empty_like(hidden)
+        turns = (_POINTER * 4)(*(tensor.data_ptr() for tensor in (*angles, *local)))
+        self._run(
+            self._kernels, ctypes.addressof(self._shape), attention.runs(batch), tokens, hidden.data_ptr(), turns, memory.data_ptr(), out.data_ptr(), self._seconds
+        )
+        return out
+
+    def _layer(self, layer: LayerParts, matrices: ctypes.Array[_Matrix]) -> _Layer:
+        counts = (_LONG * 4)(*(len(parts(matrix)) for matrix in layer.matrices))
+        first, second = (norm.data_ptr() for norm in layer.norms)
+        return _Layer(first, second, None, None, None, layer.local, counts, ctypes.addressof(matrices))
+
+    def _place(self, attention: NativeAttention, store: LayeredStore) -> None:
+        """Says where the store is and what attention is asked; both seldom change."""
+        threads = torch.get_num_threads()
+        if self._placed[0] is attention and self._placed[1] is store and self._placed[2] == threads:
+            return
+        config = self._config
+        stride = (config.heads + 2 * config.kv_heads) * config.head_dim
+        q = (0, config.heads, config.head_dim)
+        for index, (layer, part) in enumerate(zip(self._layers, self._parts, strict=True)):
+            keys, values = store[index]
+            layer.shape = attention.shape(q, config.kv_heads, (stride, stride, stride), torch.float32, keys.dtype, part.spec)
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._shape.threads = threads
+        self._placed = (attention, store, threads)
+
+
+def native_layers(config: ModelConfig, layers: Sequence[LayerParts | None], norm: Tensor, eps: float) -> NativeLayers | None:
+    """The layers in native calls, if this is a model and a machine for it; see `NativeLayers` for arguments.
+
+    Args:
+        config, norm, eps: As for `NativeLayers`.
+        layers: None for a layer that has more to it than `LayerParts` can say.
+    """
+    flags = config.decoder
+    known = [layer for layer in layers if layer is not None and _held(layer) and norm.dtype == torch.float32]
+    if len(known) != len(layers) or flags is None or flags.activation not in KINDS:
+        return None
+    libraries = {name: load(name) for name in ("linear", "attention", "fused", "decoder")}
+    loaded = {name: library for name, library in libraries.items() if library is not None}
+    return NativeLayers(loaded, config, known, norm, eps) if len(loaded) == len(libraries) else None
+
+
+def _held(layer: LayerParts) -> bool:
+    return all(isinstance(part, NativeLinear) for matrix in layer.matrices for part in parts(matrix))

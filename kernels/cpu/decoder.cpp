@@ -1,0 +1,147 @@
+// The layers of a decoder, one after the other, in one call: what is done in which order, and how long each kind took.
+//
+// The work itself is the other kernels': their functions are handed in, so this file has no arithmetic, and a step computed
+// here is, bit for bit, what those functions give when each is called by itself. What is saved is a few hundred calls from
+// Python, which at one row take as long as the matrices.
+
+#include <chrono>
+#include <cstdint>
+
+extern "C" {
+
+/// Functions of linear.cpp, attention.cpp and fused.cpp, which say what they take.
+struct DecoderKernels {
+    void (*linear)(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, const float* bias,
+                   float* y, int64_t y_stride, int64_t outputs, int threads);
+    void (*attention)(const void* shape, const void* runs, const void* q, const void* k, const void* v, const void* cos, const void* sin,
+                      void* keys, void* values, void* out);
+    void (*norm)(void* rows, const void* added, const void* weight, void* out, int64_t count, int64_t width, int64_t stride, int64_t added_stride,
+                 float eps, int bfloat16, int threads);
+    void (*gate)(const void* fused, void* out, int64_t count, int64_t width, int64_t stride, int kind, int bfloat16, int threads);
+};
+
+/// A matrix, or some of its outputs: a matrix may be held in parts of different formats.
+struct DecoderMatrix {
+    const uint8_t* packed;
+    const float* bias;
+    int64_t inputs, outputs, bits, half;
+};
+
+struct DecoderLayer {
+    const float *before_attention, *before_mlp;  // weights of norms
+    const void* shape;                           // an AttentionShape
+    void *keys, *values;
+    int64_t local;              // which angles turn it
+    int64_t parts[4];           // of q, k and v together; of the output; of gate and up together; of down
+    const DecoderMatrix* part;  // those parts, one after the other
+};
+
+struct DecoderShape {
+    int64_t layers, width, heads, kv_heads, head_dim, mlp_width;
+    int64_t activation, threads;  // activation as in agentrt_gate
+    double eps;
+    const float* norm;  // weight of the last norm
+    const DecoderLayer* layer;
+};
+}
+
+namespace {
+
+enum Kind { LINEARS, ATTENTION, ROWS, KINDS };
+
+/// Adds what passes to one kind of work after the other.
+class Clock {
+public:
+    explicit Clock(double* seconds) : seconds_(seconds), since_(now()) {}
+    void took(Kind kind) {
+        const auto at = now();
+        seconds_[kind] += std::chrono::duration<double>(at - since_).count();
+        since_ = at;
+    }
+
+private:
+    static std::chrono::steady_clock::time_point now() { return std::chrono::steady_clock::now(); }
+    double* seconds_;
+    std::chrono::steady_clock::time_point since_;
+};
+
+class Step {
+public:
+    Step(const DecoderKernels& kernels, const DecoderShape& shape, int64_t tokens, float* hidden, float* memory, double* seconds)
+        : kernels_(kernels), shape_(shape), tokens_(tokens), threads_(int(shape.threads)), hidden_(hidden), clock_(seconds) {
+        qkv_width_ = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+        normed_ = memory;
+        changed_ = normed_ + tokens * shape.width;
+        qkv_ = changed_ + tokens * shape.width;
+        attended_ = qkv_ + tokens * qkv_width_;
+        gate_up_ = attended_ + tokens * shape.heads * shape.head_dim;
+        gated_ = gate_up_ + tokens * 2 * shape.mlp_width;
+    }
+
+    void run(const void* runs, const float* const* angles, float* out) {
+        const float* added = nullptr;  // what the layer before adds; added where it is normed next
+        for (int64_t i = 0; i < shape_.layers; ++i) {
+            const DecoderLayer& layer = shape_.layer[i];
+            const DecoderMatrix* part = layer.part;
+            norm(added, layer.before_attention, normed_);
+            part = multiply(part, layer.parts[0], normed_, qkv_, qkv_width_);
+            attend(layer, runs, angles + 2 * layer.local);
+            part = multiply(part, layer.parts[1], attended_, changed_, shape_.width);
+            norm(changed_, layer.before_mlp, normed_);
+            part = multiply(part, layer.parts[2], normed_, gate_up_, 2 * shape_.mlp_width);
+            kernels_.gate(gate_up_, gated_, tokens_, shape_.mlp_width, 2 * shape_.mlp_width, int(shape_.activation), 0, threads_);
+            clock_.took(ROWS);
+            multiply(part, layer.parts[3], gated_, changed_, shape_.width);
+            added = changed_;
+        }
+        norm(added, shape_.norm, out);
+    }
+
+private:
+    void norm(const float* added, const float* weight, float* out) {
+        kernels_.norm(hidden_, added, weight, out, tokens_, shape_.width, shape_.width, shape_.width, float(shape_.eps), 0, threads_);
+        clock_.took(ROWS);
+    }
+
+    const DecoderMatrix* multiply(const DecoderMatrix* part, int64_t parts, const float* x, float* y, int64_t width) {
+        for (int64_t i = 0; i < parts; y += part->outputs, ++i, ++part)
+            kernels_.linear(x, part->inputs, tokens_, part->inputs, part->packed, int(part->bits), int(part->half), part->bias, y, width,
+                            part->outputs, threads_);
+        clock_.took(LINEARS);
+        return part;
+    }
+
+    void attend(const DecoderLayer& layer, const void* runs, const float* const* angles) {
+        const float *k = qkv_ + shape_.heads * shape_.head_dim, *v = k + shape_.kv_heads * shape_.head_dim;
+        kernels_.attention(layer.shape, runs, qkv_, k, v, angles[0], angles[1], layer.keys, layer.values, attended_);
+        clock_.took(ATTENTION);
+    }
+
+    const DecoderKernels& kernels_;
+    const DecoderShape& shape_;
+    const int64_t tokens_;
+    const int threads_;
+    int64_t qkv_width_;
+    float *hidden_, *normed_, *changed_, *qkv_, *attended_, *gate_up_, *gated_;
+    Clock clock_;
+};
+
+}  // namespace
+
+extern "C" {
+
+/// Floats that a step needs beside its tensors, for each token.
+int64_t agentrt_decoder_memory(const DecoderShape* shape) {
+    return 2 * shape->width + (2 * shape->heads + 2 * shape->kv_heads) * shape->head_dim + 3 * shape->mlp_width;
+}
+
+/// Runs all layers and the last norm.
+///
+/// runs: an AttentionRuns. hidden [tokens, width]: embeddings; changed. angles: cosines and sines [tokens, head_dim] for all layers,
+/// then for local ones. memory: of `agentrt_decoder_memory` floats a token. out [tokens, width]. seconds [3]: what linears, attention,
+/// and norms with activations took is added to them.
+void agentrt_decoder(const DecoderKernels* kernels, const DecoderShape* shape, const void* runs, int64_t tokens, float* hidden,
+                     const float* const* angles, float* memory, float* out, double* seconds) {
+    Step(*kernels, *shape, tokens, hidden, memory, seconds).run(runs, angles, out);
+}
+}

@@ -1,0 +1,87 @@
+"""All layers in one native call: bit for bit what the same kernels give when Python calls them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agentrt.kernels.cpu.build import load
+from torch import Tensor
+
+from agentrt.attention.native_cpu import NativeAttention, cpu_attention
+from agentrt.models.decoder import Decoder
+from agentrt.models.loader import load_model
+
+pytestmark = pytest.mark.skipif(load("decoder") is None, reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
+
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "window": ("Mistral", {"sliding_window": 8}),
+    "biases of qkv": ("Qwen2", {"tie_word_embeddings": True}),
+}
+
+
+class OneByOne:
+    """The native attention under another name, which the native layers do not know."""
+
+    def __init__(self, attention: NativeAttention) -> None:
+        self._attention = attention
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self._attention(*arguments)
+
+    def from_qkv(self, *arguments: Any) -> Tensor:
+        return self._attention.from_qkv(*arguments)
+
+
+def decoder(model: Any, folder: Path, bits: int | None) -> Decoder:
+    model.save_pretrained(folder)
+    loaded = load_model(folder, bits=bits).decoder
+    assert isinstance(loaded, Decoder)
+    return loaded
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_bit_differs(name: str, bits: int, tiny: Callable[..., Any], paged: Any, tmp_path: Path) -> None:
+    family, changes = FAMILIES[name]
+    model = decoder(tiny(family, **changes), tmp_path, bits)
+    attention = cpu_attention()
+    assert isinstance(attention, NativeAttention)
+    assert model.native is not None
+    prompts = {0: list(range(3, 40)), 1: list(range(60, 90)), 2: [7]}
+    sizes = (64, 5, 1)
+    expected = paged(model, scattered=True, attention=OneByOne(attention)).run(prompts, lambda sequence: sizes[sequence])
+    assert model.native.seconds == (0, 0, 0)
+    got = paged(model, scattered=True, attention=attention).run(prompts, lambda sequence: sizes[sequence])
+    assert all(seconds > 0 for seconds in model.native.seconds)
+    for sequence, rows in expected.items():
+        assert rows.isfinite().all()
+        assert torch.equal(got[sequence], rows)
+
+
+def test_parts_of_different_formats_lie_side_by_side(tiny: Callable[..., Any], paged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agentrt.kernels.quantized_linear import QuantizedWeight
+
+    from agentrt.models.loader import _FusedWeights
+
+    def mixed(self: _FusedWeights, name: str, values: Tensor) -> list[QuantizedWeight]:
+        first = values.shape[0] // 2
+        return [QuantizedWeight.of(values[:first], 4), QuantizedWeight.of(values[first:], 8)]
+
+    monkeypatch.setattr(_FusedWeights, "stored", mixed)
+    model, attention = decoder(tiny("Qwen2"), tmp_path, 4), cpu_attention()
+    assert isinstance(attention, NativeAttention)
+    prompts = {0: list(range(3, 40))}
+    expected = paged(model, scattered=False, attention=OneByOne(attention)).run(prompts, lambda _: 30)
+    got = paged(model, scattered=False, attention=attention).run(prompts, lambda _: 30)
+    assert torch.equal(got[0], expected[0])
+
+
+@pytest.mark.parametrize(("family", "bits"), [("Qwen3", 4), ("Gemma2", 4), ("Llama", None)])
+def test_what_it_does_not_know_goes_layer_by_layer(family: str, bits: int | None, tiny: Callable[..., Any], tmp_path: Path) -> None:
+    assert decoder(tiny(family), tmp_path, bits).native is None
