@@ -157,38 +157,16 @@ def _make_model_type(kind: Any) -> ValueType:
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
+    from agentrt.text.closed_schema import closed
     from agentrt.text.portable_types import portable
 
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(portable(kind))
-        schema = _closed(adapter.json_schema())
+        schema = closed(adapter.json_schema())  # pydantic would drop what else a model may write, for ever
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         raise UserError(f"type={kind!r} has no JSON Schema: {error}", param="type") from error
     label = getattr(kind, "__name__", str(kind))
     return ValueType(label, {"json_schema": schema}, adapter.validate_json, document=True)
 
-
-def _closed(schema: Any) -> Any:
-    """Objects of which the type names the fields get those alone: pydantic would drop others, and a model can write them for ever.
-
-    A model whose ``extra="allow"`` says so in its schema, and stays open.
-    """
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {
-        name: {key: _closed(part) for key, part in value.items()}
-        if name in _NAMED_SCHEMAS and isinstance(value, dict)
-        else (_closed(value) if name in _SCHEMAS else value)
-        for name, value in schema.items()
-    }
-    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-_NAMED_SCHEMAS = frozenset({"$defs", "properties", "patternProperties"})  #: keywords that hold schemas by name
-_SCHEMAS = frozenset({"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"})  #: that hold one, or a list of them
 
 _cached_model_type = lru_cache(maxsize=512)(_make_model_type)

@@ -17,11 +17,11 @@ from agentrt.errors import PromptError, TooLongError, UserError
 from agentrt.request import GrammarSpec, ProgramTag, Request, SamplingParams
 from agentrt.server.answers import SampleAnswer
 from agentrt.server.asks import CallOptions, ChatAsk, Constraint
-from agentrt.server.closed_schema import closed
 from agentrt.server.model_habits import ModelHabits
 from agentrt.server.thinking import ThinkingSplitter
 from agentrt.server.turns import TurnMemory
 from agentrt.text.chat_messages import plain_messages
+from agentrt.text.closed_schema import closed
 from agentrt.text.tool_format import Choice
 
 #: How many characters a tokenizer's normaliser may make one of.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from agentrt.errors import AbortedError, EngineError, GrammarError, QueueFullErr
 from agentrt.request import FinishReason, ProgramTag, Request, SamplingParams, TokenDelta, Usage
 from agentrt.server import openai_convert as convert
 from agentrt.server.answers import SampleAnswer
-from agentrt.server.closed_schema import closed
 from agentrt.server.openai_types import ChatBody, CompletionBody
 from agentrt.server.programs import MAX_CALLS, Asked, ProgramBook
 from agentrt.server.refusals import refusal_of
@@ -69,26 +67,6 @@ def test_prompts_come_in_four_forms(prompt, expected):
 )
 def test_finish_reasons_are_openais(reason, called, named, expected):
     assert convert.finish_reason(reason, called=called, named=named, named_finish="stop") == expected
-
-
-def test_a_closed_schema_takes_less_and_never_more():
-    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    schema = {
-        "type": "object",
-        "properties": {"at": point, "more": {"type": "array", "items": point}, "free": {"type": "object"}, "any": {**point, "additionalProperties": True}},
-        "$defs": {"joined": {"allOf": [point, {"properties": {"y": {}}}], "properties": {"z": {}}}},
-    }
-    shut = closed(schema)
-    assert schema["properties"]["at"] == point  # the caller's own is left alone
-    for document, allowed in (
-        ({"at": {"x": 1}}, True),
-        ({"at": {"x": 1, "y": 2}}, False),
-        ({"more": [{"x": 1, "z": 1}]}, False),
-        ({"free": {"q": 1}, "any": {"q": 1}}, True),
-        ({"else": 1}, False),
-    ):
-        assert jsonschema.Draft202012Validator(shut).is_valid(document) == allowed, document
-    assert "additionalProperties" not in shut["$defs"]["joined"]
 
 
 @settings(max_examples=60, deadline=None)

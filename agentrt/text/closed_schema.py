@@ -1,7 +1,7 @@
-"""Closes the parameters of tools: what a tool's schema does not name is no argument of it.
+"""Closes schemas of tools' parameters and of typed answers: what a schema does not name is no argument, and no field.
 
 A schema that says nothing of further properties allows any, and a small model then invents some; a function that is
-called with them fails. A closed schema accepts only documents that the open one accepts too. Invariant: where an object
+called with them fails, and a type's validator drops them. A closed schema accepts only documents that the open one accepts too. Invariant: where an object
 is put together from parts (allOf, $ref, if...), it is left as it is, since closing one part would forbid the others.
 """
 
