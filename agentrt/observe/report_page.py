@@ -27,11 +27,11 @@ h1{font-size:1.35rem;margin:.2rem 0}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}p
 .key i{display:inline-block;width:.8rem;height:.8rem;border-radius:.2rem;vertical-align:-.1rem;margin-right:.3rem}
 .lanes{border:1px solid var(--line);border-radius:.5rem;padding:.4rem .6rem;font-size:.8rem}
 .lane{display:flex;align-items:center;height:1.4rem}.lane:nth-child(even){background:var(--soft)}
-.lane>b{flex:0 0 5.2rem;font-weight:400;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}.lane>u{flex:1;position:relative;height:100%}
+.lane>b{flex:0 0 var(--name);font-weight:400;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}.lane>u{flex:1;position:relative;height:100%}
 .lane>s{flex:0 0 3.4rem;text-align:right;text-decoration:none;color:var(--faint)}
 .lane u i{position:absolute;top:.3rem;height:.8rem;min-width:2px;border-radius:.15rem}.lane u i.way{outline:2px solid var(--bad);z-index:1}
 .lane u i.from{top:auto;bottom:.65rem;width:0;min-width:0;border-radius:0;border-left:1.5px solid var(--faint);z-index:0}
-.axis{display:flex;justify-content:space-between;padding-left:5.2rem;color:var(--faint)}
+.axis{display:flex;justify-content:space-between;padding-left:var(--name);color:var(--faint)}
 .call{border:1px solid var(--line);border-radius:.5rem;padding:.4rem .7rem;margin:.4rem 0}.call summary{cursor:pointer}
 .call summary span{float:right;color:var(--faint);font-size:.85rem}.call code{overflow-wrap:anywhere}
 .bar{clear:both;display:flex;height:.5rem;border-radius:.25rem;overflow:hidden;margin:.35rem 0 .1rem;background:var(--line)}.bar i{height:100%}
@@ -45,7 +45,7 @@ def page(values: Record) -> str:
     """Returns the page of a report's values."""
     parts = [
         f"<h1>{_e(values['program'])}</h1>",
-        f"<p>{_e(values['model'])}, seed {_e(values['seed'])}, {_seconds(values['wall_seconds'])}</p>",
+        f"<p>{_e(', '.join(_facts(values)))}</p>",
         f'<p class="bad">{_e(values["error"])}</p>' if values["error"] else "",
         _tiles(values["totals"], values),
         "<h2>When</h2>",
@@ -63,6 +63,11 @@ def page(values: Record) -> str:
         f'<meta name="color-scheme" content="light dark"><title>{_e(values["program"])}</title><style>{_STYLE}</style></head>'
         f'<body>{"".join(parts)}<script type="application/json" id="report">{data}</script></body></html>'
     )
+
+
+def _facts(values: Record) -> list[str]:
+    seed = [] if values["seed"] is None else [f"seed {values['seed']}"]  # several runs together have none
+    return [values["model"], *seed, _seconds(values["wall_seconds"])]
 
 
 def _e(value: Any) -> str:
@@ -97,6 +102,12 @@ def _key(*names: tuple[str, str]) -> str:
     return '<div class="key">' + "".join(f"<span>{swatch(kind)}{_e(name)}</span>" for kind, name in names) + "</div>"
 
 
+def _lanes(names: Sequence[str], lanes: Sequence[str]) -> str:
+    """Opens a picture of lanes; their names take no more room than the longest needs."""
+    room = min(max(map(len, names), default=0) + 2, 12)
+    return f'<div class="lanes" style="--name:{room}ch">{"".join(lanes)}'
+
+
 def _lane(label: str, bars: str, size: str = "", depth: int = 0) -> str:
     indent = f' style="padding-left:{0.6 * depth:.1f}rem"' if depth else ""
     after = f"<s>{size}</s>" if size else ""
@@ -122,8 +133,9 @@ def _timeline(values: Record) -> str:
         shown = color + (" way" if (kind, place) in way else "")
         box = _box(shown, span["began"] / end, (span["ended"] - span["began"]) / end, title)
         bars.setdefault(span["branch"], []).append(box)
-    lanes = [_lane(path or "trunk", "".join(boxes)) for path, boxes in list(bars.items())[:MOST_LANES]]
-    return f'<div class="lanes">{"".join(lanes)}{_more(len(bars))}<div class="axis"><span>0</span><span>{_seconds(end)}</span></div></div>'
+    paths = sorted(bars, key=_order)[:MOST_LANES]
+    lanes = _lanes([path or "trunk" for path in paths], [_lane(path or "trunk", "".join(bars[path])) for path in paths])
+    return f'{lanes}{_more(len(bars))}<div class="axis"><span>0</span><span>{_seconds(end)}</span></div></div>'
 
 
 def _tree(branches: Sequence[Record]) -> str:
@@ -140,7 +152,8 @@ def _tree(branches: Sequence[Record]) -> str:
         title = f"{branch['shared_tokens']:,} tokens shared with its parent, {own:,} of its own"
         bar = _box("e" if branch["error"] else "g", begin, own / longest, title)
         lanes.append(_lane(branch["path"].rpartition("/")[2] or "trunk", stem + bar, f"{own:,}", branch["path"].count("/")))
-    return f'<div class="lanes">{"".join(lanes)}{_more(len(branches))}</div>'
+    names = [f"{'  ' * branch['path'].count('/')}{branch['path'].rpartition('/')[2] or 'trunk'}" for branch in shown]
+    return f"{_lanes(names, lanes)}{_more(len(branches))}</div>"
 
 
 def _more(count: int) -> str:
