@@ -170,6 +170,7 @@ class EngineCore:
         for sequence_id, error in made.errors.items():
             output.sampled[sequence_id] = Sampled(error=error)
         updates = self._scheduler.commit(plan, output)
+        self._masks.foresee(self._scheduler.sequences())
         if self._recorder is not None:
             self._recorder.step(((run.start, len(run.token_ids)) for run in plan.runs), output.seconds)
         self._counts.update(steps=1, computed_tokens=plan.tokens)

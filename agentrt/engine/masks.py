@@ -1,8 +1,9 @@
-"""Grammar masks for a step, computed in a second thread while the model runs.
+"""Grammar masks for a step, computed in a second thread.
 
-A mask depends only on tokens that are known before the forward pass. Those of a whole batch are made in one call, in which llguidance
-holds no lock of the interpreter's, so that the thread that runs the model never waits for it. For a draft the cursor walks the guesses,
-giving a mask after each, and is rolled back: guesses are not part of the sequence.
+A mask depends only on tokens that are known when the step before is committed. So most are begun then: while deltas are sent, the next
+step is planned and its batch is put together, a core is free, which the forward pass would want for itself; the rest, of sequences
+that only now sample, are begun with the plan. Those of a whole batch are made in one call, in which llguidance holds no lock of the
+interpreter's. For a draft the cursor walks the guesses, giving a mask after each, and is rolled back: guesses are not part of the sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from agentrt.errors import AgentrtError, as_request_error
 from agentrt.grammar.cursor import GrammarCursor, fill_masks
 from agentrt.scheduling.plan import StepPlan
-from agentrt.scheduling.sequence import Sequence
+from agentrt.scheduling.sequence import Cursor, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +30,51 @@ class MadeMasks:
 
 
 class MaskMaker:
-    """Makes the masks of a step's sequences."""
+    """Makes the masks of a step's sequences. A cursor is not to be touched from when its mask is begun until it is made."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrt-masks")
+        self._foreseen: Future[_Foreseen] | None = None
+
+    def foresee(self, sequences: Iterable[Sequence]) -> None:
+        """Begins with the masks of those that will sample next, as far as can be said before the next plan."""
+        likely = [s for s in sequences if s.cursor is not None and not s.drafted and not s.prefilling]
+        self._foreseen = self._thread.submit(_foresee, likely) if likely else None
 
     def start(self, plan: StepPlan, sequences: Iterable[Sequence]) -> Future[MadeMasks]:
-        """Begins with the masks of those runs of `plan` that sample under a grammar; their cursors are not to be touched until it is done."""
+        """Begins with the masks of those runs of `plan` that sample under a grammar and were not foreseen."""
         wanted = {run.sequence_id for run in plan.runs if run.sample_at}
         constrained = [s for s in sequences if s.cursor is not None and s.sequence_id in wanted]
+        foreseen, self._foreseen = self._foreseen, None
         if not constrained:
             empty: Future[MadeMasks] = Future()
             empty.set_result(MadeMasks())
             return empty
-        return self._thread.submit(_make, constrained)
+        return self._thread.submit(_complete, constrained, foreseen)
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(wait=True)
+
+
+#: Masks, and what each of their sequences was when they were made: its cursor and how many tokens it had.
+_Foreseen = tuple[MadeMasks, dict[int, tuple[Cursor | None, int]]]
+
+
+def _foresee(sequences: list[Sequence]) -> _Foreseen:
+    return _make(sequences), {s.sequence_id: (s.cursor, len(s.token_ids)) for s in sequences}
+
+
+def _complete(sequences: list[Sequence], foreseen: Future[_Foreseen] | None) -> MadeMasks:
+    """What was foreseen, where it still holds, and the rest."""
+    if foreseen is None:
+        return _make(sequences)
+    known, places = foreseen.result()
+    left = [s for s in sequences if s.drafted or places.get(s.sequence_id) != (s.cursor, len(s.token_ids))]
+    made, others = _make(left), {s.sequence_id for s in sequences} - {s.sequence_id for s in left}
+    made.masks.update((number, mask) for number, mask in known.masks.items() if number in others)
+    made.errors.update((number, error) for number, error in known.errors.items() if number in others)
+    return made
 
 
 def _make(sequences: list[Sequence]) -> MadeMasks:

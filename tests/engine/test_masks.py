@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def sequence_of(number: int, cursor, output: bytes = b"", drafted: int = 0) -> S
     return sequence
 
 
-def masks_of(maker: MaskMaker, sequences: list[Sequence]):
+def masks_of(maker: MaskMaker, sequences: list[Sequence], foreseen: Iterable[Sequence] = ()):
+    maker.foresee(foreseen)
     runs = [Run(s.sequence_id, (0,) * (1 + s.drafted), 0, (0,) * (1 + s.drafted), tuple(range(1 + s.drafted))) for s in sequences]
     return maker.start(StepPlan(tuple(runs)), sequences).result()
 
@@ -56,9 +58,10 @@ def everyone() -> list[Sequence]:
     return [*sequences, banned]
 
 
-def test_masks_are_each_cursors_own(maker):
+@pytest.mark.parametrize("foreseen", [0, 9, 100])
+def test_masks_are_each_cursors_own(maker, foreseen):
     sequences = everyone()
-    made = masks_of(maker, sequences)
+    made = masks_of(maker, sequences, sequences[:foreseen])
     assert made.errors == {}
     assert set(made.masks) == {s.sequence_id for s in sequences}
     for sequence in sequences:
@@ -73,7 +76,26 @@ def test_masks_are_each_cursors_own(maker):
     np.testing.assert_array_equal(made.masks[201][1], made.masks[201][2])  # the last guess could not be taken
 
 
-def test_a_cursor_that_fails_fails_alone(maker, monkeypatch):
+def test_what_was_foreseen_is_made_anew_where_it_no_longer_holds(maker):
+    """A sequence that has gone on, and one that was begun anew."""
+    tokens = byte_tokenizer()
+    pattern, text = compile(json_schema_spec(SCHEMA), tokens), TEXT.encode()
+    gone_on, anew, same = (sequence_of(number, pattern.cursor(), text[:8]) for number in range(3))
+    maker.foresee([gone_on, anew, same])
+    maker.start(StepPlan(()), []).result()  # nobody samples in this step
+    maker.foresee([gone_on, anew, same])
+    maker._foreseen.result()
+    gone_on.cursor.advance(text[8])
+    gone_on.token_ids.append(text[8])
+    anew.cursor = compile(regex_spec("[0-9]{20}"), tokens).cursor()
+    runs = tuple(Run(s.sequence_id, (0,), 0, (0,), (0,)) for s in (gone_on, anew, same))
+    made = maker.start(StepPlan(runs), [gone_on, anew, same]).result()
+    for sequence in (gone_on, anew, same):
+        np.testing.assert_array_equal(made.masks[sequence.sequence_id][0], sequence.cursor.allowed())
+
+
+@pytest.mark.parametrize("foreseen", [0, 100])
+def test_a_cursor_that_fails_fails_alone(maker, monkeypatch, foreseen):
     sequences = everyone()[:20]
     broken = sequences[3]
 
@@ -81,7 +103,7 @@ def test_a_cursor_that_fails_fails_alone(maker, monkeypatch):
         raise ConstraintError("it cannot be followed any further")
 
     monkeypatch.setattr(broken.cursor._matcher, "check", fail)
-    made = masks_of(maker, sequences)
+    made = masks_of(maker, sequences, sequences[:foreseen])
     assert set(made.errors) == {broken.sequence_id}
     assert "any further" in str(made.errors[broken.sequence_id])
     for sequence in sequences:
