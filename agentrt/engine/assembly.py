@@ -12,7 +12,7 @@ from agentrt.backend import EngineFacts
 from agentrt.cache.eviction import eviction_policy
 from agentrt.cache.page_pool import PagePool
 from agentrt.cache.prefix_cache import PrefixCache
-from agentrt.config import EngineConfig, SchedulerConfig
+from agentrt.config import AttentionChoice, EngineConfig, SchedulerConfig
 from agentrt.engine.engine import EngineCore
 from agentrt.engine.executor import LocalExecutor
 from agentrt.engine.kv_store import KVStore, bytes_per_token
@@ -52,7 +52,8 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     model = load_model(folder, dtype, device, bits=bits)
     max_context = min(model.config.max_context, config.max_context or model.config.max_context)
     page_size = config.cache.page_size or (1 if device.type == "cpu" else 16)
-    pages = max(_kv_tokens(config.cache.kv_tokens, model, dtype, device) // page_size, 1)
+    kv_dtype = _kv_dtype(dtype, bits, config.attention)
+    pages = max(_kv_tokens(config.cache.kv_tokens, model, kv_dtype, device) // page_size, 1)
     cache = PrefixCache(
         PagePool(pages, page_size),
         eviction_policy(config.cache.eviction),
@@ -62,7 +63,7 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     budget = _budget(config.scheduler, device)
     policy = POLICIES[config.scheduler.policy]
     scheduler = Scheduler(cache, budget, policy, clock=time.monotonic, max_wait=config.scheduler.max_wait, hold_seconds=config.cache.hold_seconds)
-    store = KVStore(model.config, pages * page_size, dtype, device)
+    store = KVStore(model.config, pages * page_size, kv_dtype, device)
     parts = step_parts(config.attention, model, store, page_size, device, budget.max_running)
     runner = ModelRunner(model, store, parts.attention, device, parts.graphs)
     sampler = parts.sampler(_allowed(model, tokenizer), model.generation.eos_ids)
@@ -119,9 +120,14 @@ def _chosen(name: str, device: torch.device, folder: Path) -> str:
 
 
 def _dtype(chosen: str) -> torch.dtype:
-    """Of activations and KV; the kernels of few bits take float32 and give it."""
+    """Of activations; the kernels of few bits take float32 and give it."""
     dtype: torch.dtype = torch.float32 if chosen in ("int8", "int4") else getattr(torch, chosen)
     return dtype
+
+
+def _kv_dtype(dtype: torch.dtype, bits: int | None, attention: AttentionChoice) -> torch.dtype:
+    """Of keys and values: under matrices of few bits float16, half of what a step has to read, and finer than what the matrices round to."""
+    return dtype if bits is None or attention == "triton" else torch.float16
 
 
 def _bits(name: str, device: torch.device) -> int | None:

@@ -4,11 +4,17 @@ who owns what: a slot holds what was last written to it, and the page pool alone
 
 from __future__ import annotations
 
+import mmap
+import sys
+
 import torch
 from torch import Tensor
 
 from agentrt.errors import UserError
 from agentrt.models.config import ModelConfig
+
+#: Bytes below which a tensor is not worth pages of its own.
+LARGE = 1 << 22
 
 
 class KVStore:
@@ -39,10 +45,9 @@ class KVStore:
         shape = (slots, config.kv_heads, config.head_dim)
         try:
             self._layers = tuple(
-                (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-                for _ in range(config.layers)
+                (_empty(shape, dtype, device), _empty(shape, dtype, device)) for _ in range(config.layers)
             )
-        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors, on a CPU too
+        except (RuntimeError, OSError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors, on a CPU too
             raise UserError(
                 f"kv_tokens is {slots}: {slots * self.bytes_per_token / 1e9:.1f} GB of KV, which this machine does not"
                 " have; choose fewer",
@@ -68,6 +73,16 @@ class KVStore:
         for layer in self._layers:
             for tensor in layer:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def _empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor not written to; on Linux's CPUs in large pages, since slots are read in any order and small pages cost a walk each."""
+    size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    if torch.device(device).type != "cpu" or sys.platform != "linux" or size < LARGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
