@@ -151,7 +151,7 @@ def _answer(branch: Branch, item: Item, turns: Turns, completion: Completion, sa
 def _turn(branch: Branch, item: Item, turns: Turns, choice: str, schema: Any) -> Waits:
     """Lets the model speak once; sets the turn's calls; returns (completion, what it said beside them)."""
     node: ir.ToolCall | ir.AgentLoop = item.node
-    offer(branch, node.tools)
+    offer(branch, node.tools, item.where)
     if not branch.in_chat:
         branch.begin_message("assistant")
     form = chat_roles(branch.run.tokenizer).call_format()
@@ -247,7 +247,7 @@ def _run_calls(branch: Branch, item: Item, turns: Turns) -> Waits:
         raise fatal
     for call in turns.calls:
         yield from _tell(node, AgentEvent("result", turns.step, call=call))
-    branch.write_results([call.text() for call in turns.calls])
+    branch.write_results([call.text() for call in turns.calls], item.where)
 
 
 def _await_approval(branch: Branch, turns: Turns) -> Waits:
@@ -309,7 +309,7 @@ def _tell(node: Any, event: AgentEvent) -> Waits:
 # ------------------------------------------------------- what the model is shown
 
 
-def offer(branch: Branch, tools: Sequence[Tool]) -> None:
+def offer(branch: Branch, tools: Sequence[Tool], where: ir.Where) -> None:
     """Sees to it that the model has been told of the tools, through its chat template.
 
     While nothing has been fed, the messages so far are written anew with the tools where the template puts them; later,
@@ -323,6 +323,7 @@ def offer(branch: Branch, tools: Sequence[Tool]) -> None:
             "tools",
             f"the chat template of {branch.run.backend.capabilities.model!r} knows no tools: they are described to it in words; "
             "a model that was trained to call tools, such as 'qwen2.5-coder-0.5b', does it better",
+            where,
         )
     schemas = [tool.schema for tool in tools]
     fresh = not len(branch.transcript) and branch.transcript.overhang is None and branch.offered is None

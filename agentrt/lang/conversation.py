@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrt.errors import PromptError, UserError
+from agentrt.lang import ir
 from agentrt.lang.run import Run
 from agentrt.lang.transcript import Piece, Transcript
 from agentrt.lang.variables import Feed
@@ -154,14 +155,14 @@ class Conversation:
         if opened is not None:
             self.begin_message(opened)
 
-    def write_results(self, texts: list[str]) -> None:
+    def write_results(self, texts: list[str], where: ir.Where) -> None:
         """Appends the results of tool calls, in the chat template's own form, or in words if it has none."""
         history = [message.role for message in self.messages]
         try:
             around = self.roles.results(history, len(texts))
         except PromptError:
             self.run.warn_once(
-                "results", "this model's chat template has no place for tool results; they come as a user's message"
+                "results", "this model's chat template has no place for tool results; they come as a user's message", where
             )
             self.begin_message("user")
             self.write("\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts))

@@ -100,7 +100,7 @@ class Group(Generic[S]):
             raise UserError(f"join mode {mode!r} is neither 'gather_variable' nor 'concate_and_append'", param="mode")
         if mode == "concate_and_append":
             self._parent.run.warn_once(
-                mode, "join('concate_and_append') appends the branches' texts, whose tokens are computed again"
+                mode, "join('concate_and_append') appends the branches' texts, whose tokens are computed again", caller()
             )
         self._parent.join(
             [state._branch for state in self._states],

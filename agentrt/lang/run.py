@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrt.backend import Backend, Collector, Sink
 from agentrt.errors import AbortedError, AgentrtError
+from agentrt.lang import ir
 from agentrt.lang.budget import Budget
 from agentrt.lang.options import Sampling
 from agentrt.lang.recording import Call, Recording, ToolRun, report_of
@@ -34,6 +35,8 @@ _run_numbers, _request_numbers = itertools.count(), itertools.count()
 
 
 Compact = Callable[[list[list[dict[str, Any]]]], list[list[dict[str, Any]]]]
+
+_WARNED: dict[Any, Any] = {}  #: which warnings were shown, kept by `warnings` as for a module
 
 ROOM = 256  #: tokens that an answer of open length should have, before compaction makes more
 
@@ -175,11 +178,11 @@ class Run:
         """Seconds since the run began."""
         return time.monotonic() - self.began
 
-    def warn_once(self, topic: str, message: str) -> None:
-        """Warns, once per topic and run."""
+    def warn_once(self, topic: str, message: str, where: ir.Where) -> None:
+        """Warns, once per topic and run, at the author's line."""
         if topic not in self.warned:
             self.warned.add(topic)
-            warnings.warn(message, stacklevel=2)
+            warnings.warn_explicit(message, UserWarning, where[0] or self.name, where[1], registry=_WARNED)
 
     def submit(self, request: Request, show: Callable[[str], None] | None = None) -> Asking:
         """Starts a request.

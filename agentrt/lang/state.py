@@ -256,6 +256,7 @@ class Face:
             self._run.warn_once(
                 "position_ids_offset",
                 "position_ids_offset is accepted and changes nothing here: positions follow the text",
+                caller(),
             )
         return self._branch.fork(size, caller(), fork_budget(self._branch, deadline, token_budget))
 

@@ -31,7 +31,7 @@ _CONTROL = re.compile(r"<\|?[\w/]+\|?>|\[/?[A-Z_]+\]")  #: what may spell a cont
 def _text(branch: Branch, item: Item) -> None:
     text: str = item.node.text
     if _CONTROL.search(text):
-        _warn_of_control(branch, text)
+        _warn_of_control(branch, text, item.where)
     if (
         branch.messages
         and branch.messages[-1].trims
@@ -42,11 +42,12 @@ def _text(branch: Branch, item: Item) -> None:
     branch.write(text)
 
 
-def _warn_of_control(branch: Branch, text: str) -> None:
+def _warn_of_control(branch: Branch, text: str, where: ir.Where) -> None:
     if "control" not in branch.run.warned and spells_control_token(branch.run.tokenizer, text):
         branch.run.warn_once(
             "control",
             f"{text.strip()[:60]!r} spells a control token; as text it stays text. Write special(...) for the token.",
+            where,
         )
 
 

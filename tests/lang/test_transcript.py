@@ -133,7 +133,8 @@ def test_text_that_spells_a_control_token_is_text_special_writes_the_token_and_a
     backend = ScriptedBackend("x")
     with pytest.warns(UserWarning, match="special") as caught:
         program.run(backend=backend)
-    assert len(caught) == 1
+    line = program.func.__code__.co_firstlineno + 2
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
     end = backend.tokenizer.eos_ids[0]
     assert end not in backend.requests[0].prompt_ids
     with warnings.catch_warnings():
