@@ -21,8 +21,8 @@ MEMORY = 16
 FIRST_PAUSE = 1.0
 """Mean pause in seconds, before any is known."""
 
-LARGE_STEP = 64
-"""Tokens from which on a step's time tells the price of a token."""
+LARGE_PREFILL = 64
+"""Prefilled tokens from which on a step's time tells the price of a token: a decode's is of another kind, and is not what is saved."""
 
 
 class Absences:
@@ -50,9 +50,13 @@ class Absences:
             self._pages -= self._away.popitem(last=False)[1][1]
         return min(self._pages, self._most) if self._pause < self._token * self._pool_tokens else 0
 
-    def step(self, tokens: int, seconds: float) -> None:
-        """Learns from a step."""
-        if tokens >= LARGE_STEP:
+    def changes_at(self) -> float:
+        """When time alone may change what `pages` says: the one who is away longest is given up; infinite if nobody is."""
+        return next(iter(self._away.values()))[0] + self._seconds if self._away else float("inf")
+
+    def step(self, tokens: int, prefilled: int, seconds: float) -> None:
+        """Learns from a step of so many tokens, of which so many were prefilled."""
+        if prefilled >= LARGE_PREFILL:
             self._token += (seconds / tokens - self._token) / MEMORY
 
     def leave(self, sequence: Sequence, pages: int, now: float) -> None:

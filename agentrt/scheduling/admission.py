@@ -100,8 +100,8 @@ class WaitingQueue:
 
     @property
     def settled(self) -> bool:
-        """Whether every sequence that is not parked is ranked as of now."""
-        return not self._touched and not self._new
+        """Whether every sequence that is not parked is ranked as of now, as far as the last step could tell."""
+        return not self._touched and not self._new and self._looks > 0
 
     def refresh(self) -> None:
         """Ranks what was touched and what is new, as much as one step may."""
@@ -151,11 +151,12 @@ class WaitingQueue:
         return None
 
     def _rank_new(self, most: int) -> None:
-        for _ in range(min(most, len(self._new))):
+        while most and self._new:
             sequence = self._waiting.get(self._new.popleft())
-            if sequence is not None:
+            if sequence is not None:  # else it has left since
                 self._rank(sequence)
                 self._looks -= 1
+                most -= 1
 
     def _rank_touched(self, most: int) -> None:
         while most and self._touched:

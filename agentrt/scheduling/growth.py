@@ -32,5 +32,5 @@ class Growth:
     def length(self, sequence: Sequence) -> int:
         """Tokens that the sequence is thought to have at its end."""
         length = len(sequence.token_ids)
-        more = max(self._typical - sequence.output_length, LEAST)
+        more = max(self._typical - (length - sequence.prompt_length), LEAST)
         return max(length, min(sequence.max_length, length + round(more)))

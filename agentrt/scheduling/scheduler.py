@@ -38,6 +38,9 @@ ABSENT_SHARE = 0.5
 #: Sequences that one step parks beside a sibling: 10,000 may wait for one prefix.
 PARKED_PER_STEP = 16
 
+#: Where a run samples whose only token is the last one.
+_LAST = (0,)
+
 #: Times that a sequence gives way to higher priorities; after these, only to an older one of the same fate.
 PATIENCE = 4
 
@@ -124,7 +127,7 @@ class Scheduler:
         self._remaps: list[Remap] = []
         self._ended: list[Update] = []  # ended between steps
         self._closed = False  # to admission in this step, since somebody had to give way
-        self._quiet = False  # nothing has changed since a step that admitted nobody
+        self._quiet = False  # nothing has changed since a step that could admit nobody of all that wait
         self.preemptions = 0
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -190,8 +193,8 @@ class Scheduler:
             run = self._run(sequence, min(left, prefill_left) if prefilling else left)
             left -= run
             prefill_left -= run if prefilling else 0
+        self._quiet = False
         admitted = [] if self._closed else self._admit(min(left, prefill_left))
-        self._quiet = not (admitted or self._closed)
         if not self._runs:
             return None
         plan = StepPlan(tuple(self._runs.values()), tuple(admitted), tuple(self._released), tuple(self._remaps))
@@ -200,7 +203,8 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, allowed: int) -> int:
         """Plans the sequence's run of at most `allowed` tokens; returns how many, 0 if none or if it had to give way."""
-        start, pending = sequence.computed_tokens, sequence.pending
+        start = sequence.computed_tokens
+        pending = len(sequence.token_ids) - start
         count = min(pending, allowed)
         if count <= 0:
             return 0
@@ -209,20 +213,27 @@ class Scheduler:
             sequence.drafted -= pending - count
         if start + count > len(sequence.pages) * self._page_size and not self._reserve(sequence, start + count):
             return 0
-        self._runs[sequence.sequence_id] = Run(
+        self._runs[sequence.sequence_id] = self._decode(sequence, start) if pending == 1 else self._several(sequence, start, count)
+        return count
+
+    def _decode(self, sequence: Sequence, start: int) -> Run:
+        """The run of a last token, which is most of what a step plans: nothing is drafted behind it, and no prompt token to be scored."""
+        page, place = divmod(start, self._page_size)
+        slot = sequence.pages[page] * self._page_size + place
+        samples = () if sequence.request.sampling.max_tokens == 0 else _LAST
+        return Run(sequence.sequence_id, (sequence.token_ids[start],), start, (slot,), samples)
+
+    def _several(self, sequence: Sequence, start: int, count: int) -> Run:
+        """The run of `count` tokens at `start`: a chunk of a prompt, what a grammar forces, a draft."""
+        complete = start + count == len(sequence.token_ids) and sequence.request.sampling.max_tokens != 0
+        return Run(
             sequence.sequence_id,
             tuple(sequence.token_ids[start : start + count]),
             start,
             self._slots(sequence, start, start + count),
-            self._sample_at(sequence, count),
+            tuple(range(count - 1 - sequence.drafted, count)) if complete else (),
             sequence.score_offsets(start, count),
         )
-        return count
-
-    def _sample_at(self, sequence: Sequence, count: int) -> tuple[int, ...]:
-        if count < sequence.pending or sequence.request.sampling.max_tokens == 0:
-            return ()
-        return tuple(range(count - 1 - sequence.drafted, count))
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Sets pages aside for the first `tokens` tokens, preempting younger sequences if need be; False if it gave way itself."""
@@ -268,6 +279,7 @@ class Scheduler:
         while left > 0 and len(self._running) < self._budget.max_running and parked < PARKED_PER_STEP:
             sequence = self._waiting.first(now)
             if sequence is None:
+                self._quiet = self._waiting.settled and not admitted
                 break
             match = self._cache.match(sequence.key, sequence.reuse_limit)
             if self._wait_for_sibling(sequence, match):
@@ -275,6 +287,7 @@ class Scheduler:
                 continue
             spare -= self._need(sequence, match)
             if spare < 0 and self._running:
+                self._quiet = self._waiting.settled and not admitted
                 break
             admitted.append(self._start(sequence, match))
             left -= self._run(sequence, left)
@@ -301,7 +314,8 @@ class Scheduler:
 
     def _promised(self) -> int:
         """Pages that running sequences are likely to need still."""
-        return sum(max(self._pages_for(self._growth.length(s)) - len(s.pages), 0) for s in self._running.values())
+        length, size = self._growth.length, self._page_size
+        return sum(max(-(-length(s) // size) - len(s.pages), 0) for s in self._running.values())
 
     def _start(self, sequence: Sequence, match: Match) -> Admission:
         """Locks the sequence's cached prefix, which `match` found just now, and makes it run."""
@@ -340,7 +354,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Update]:
         """Takes in a step's output: appends tokens, publishes KV, ends what has ended."""
-        self._absences.step(plan.tokens, self._clock() - self._planned_at)
+        prefilled = sum(len(run.token_ids) for run in plan.runs if len(run.token_ids) > 1)
+        self._absences.step(plan.tokens, prefilled, self._clock() - self._planned_at)
         updates = [self._commit_run(self._running[run.sequence_id], run, output.sampled[run.sequence_id]) for run in plan.runs]
         return self.take_ended() + updates
 
@@ -464,15 +479,16 @@ class Scheduler:
     @property
     def calm_until(self) -> float:
         """When time alone may change what `calm_steps` says."""
-        return self._waiting.turn_comes(self._clock())
+        return min(self._waiting.turn_comes(self._clock()), self._absences.changes_at())
 
     def calm_steps(self) -> int:
         """How many coming steps are sure to give every running sequence one sampled token and to change nothing else.
 
         In these nobody arrives (the caller knows), is admitted (before `calm_until`), ends by length, publishes or needs a page.
         """
-        blocked = self._quiet and self._waiting.settled
-        if self._ended or (len(self._waiting) and not blocked) or not 0 < len(self._running) <= self._budget.step_tokens:
+        full = len(self._running) >= self._budget.max_running  # and nobody leaves in these steps
+        blocked = full or not len(self._waiting) or (self._quiet and self._waiting.settled)
+        if self._ended or not blocked or not 0 < len(self._running) <= self._budget.step_tokens:
             return 0
         return max(min(self._calm(sequence) for sequence in self._running.values()), 0)
 

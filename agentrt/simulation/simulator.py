@@ -151,7 +151,7 @@ class Simulator:
         if plan is None:
             return self._wait()
         shape = StepShape.of((run.start, len(run.token_ids)) for run in plan.runs)
-        self._pass(self._cost.seconds(shape), 1, shape.tokens)
+        self._pass(self._cost.seconds(shape), shape.tokens)
         self._take(self._scheduler.commit(plan, self._answer(plan)))
         if self._check:
             self._cache.check(self._scheduler.private_pages)
@@ -253,18 +253,24 @@ class Simulator:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def _pass(self, seconds: float, steps: int, tokens: int) -> None:
-        """Lets time pass; what is in use now was in use all that time."""
+    def _pass(self, seconds: float, tokens: int) -> None:
+        """Lets the time of a step pass; what is in use now was in use all that time."""
         self._clock.now += seconds
-        self.run.steps += steps
+        self.run.steps += 1
         self.run.computed_tokens += tokens
+        self._fill(seconds, self._held() + tokens)
+        self.run.timeline.add(self._moment)
+
+    def _held(self) -> int:
+        """Slots that hold a token whose KV was computed."""
         size = self._cache.page_size
-        private = sum(s.computed_tokens - s.shared_pages * size for s in self._scheduler.sequences())
-        held = private + tokens + self._cache.cached_tokens
+        return self._cache.cached_tokens + sum(s.computed_tokens - s.shared_pages * size for s in self._scheduler.sequences())
+
+    def _fill(self, seconds: float, held: int) -> None:
+        """Counts slots over time: those that hold a token, and those in use."""
         used = self._cache.pool.total - self._cache.pool.free_count
         self._filled[0] += held * seconds
-        self._filled[1] += used * size * seconds
-        self.run.timeline.add(self._moment)
+        self._filled[1] += used * self._cache.page_size * seconds
 
     def _coast(self) -> None:
         """Takes calm steps at once, up to the one in which the next call is due."""
@@ -285,9 +291,11 @@ class Simulator:
             taken += 1
         if not taken:
             return
+        held = self._held()
         self._scheduler.coast(taken, lambda sequence: self._next_output(sequence, taken))
-        for one in seconds:
+        for number, one in enumerate(seconds, 1):
             self._clock.now += one
+            self._fill(one, held + number * len(live))
             self.run.gaps.append((one, len(live)))
         self.run.steps += taken
         self.run.computed_tokens += taken * len(live)

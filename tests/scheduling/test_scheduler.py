@@ -218,6 +218,25 @@ def test_a_chunked_prefill_leaves_room_for_those_that_decode(model):
         assert sum(len(run.token_ids) for run in plan.runs) <= 17  # half of the step's tokens for the prefill
 
 
+def test_no_step_is_calm_in_which_one_that_waits_could_be_admitted(model):
+    """The last chunk of a prompt leaves no budget to look at who waits, fills no page, and so publishes nothing."""
+    scheduler, cache = make_scheduler(pages=10, page_size=64, step_tokens=8, policy="fcfs")
+    decoder, prompt, waiting = (make_sequence([n] * length, max_tokens=20, arrival=float(n)) for n, length in ((1, 3), (2, 8), (3, 3)))
+    for sequence in (decoder, prompt, waiting):
+        sequence.end_ids = frozenset()
+    scheduler.add(decoder)
+    step(scheduler, cache, model)
+    scheduler.add(prompt)
+    scheduler.add(waiting)
+    for _ in range(2):
+        step(scheduler, cache, model)
+    assert not prompt.prefilling
+    assert scheduler.calm_steps() == 0
+    plan, _ = step(scheduler, cache, model)
+    assert [admission.sequence_id for admission in plan.admitted] == [waiting.sequence_id]
+    assert scheduler.calm_steps() > 0
+
+
 def test_priority_goes_before_the_policy(model):
     scheduler, cache = make_scheduler(pages=500, max_running=1, step_tokens=64)
     low = [make_sequence([n, n, n], max_tokens=2, arrival=float(n)) for n in range(5)]
