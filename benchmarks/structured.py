@@ -1,7 +1,7 @@
 """Constraints on three corpora of schemas, beside llguidance alone and outlines-core (and xgrammar, if it is installed): who handles
 what, at which cost, how often wrongly; and how much of the corpora's own documents is forced.
 
-    OMP_NUM_THREADS=1 python benchmarks/structured.py [--model smollm2-135m] [--sample 60] [--engines agentrt] [--json results.json]
+    OMP_NUM_THREADS=1 python benchmarks/structured.py [--model smollm2-135m] [--sample 60] [--engines agentrt] [--only batches] [--json results.json]
 
 The corpora are looked for in the folder that AGENTRT_CORPORA names (tests/grammar says which). A document counts as accepted if one
 of its serialisations (orders of properties, spellings of numbers) walks to an accepting state and, for agentrt, passes the final
