@@ -49,7 +49,10 @@ class WaitingQueue:
         self._look = look
         self._max_wait = max_wait
         self._waiting: dict[int, Sequence] = {}
-        self._new: deque[int] = deque()  # not ranked yet
+        self._new: set[int] = set()  # not ranked yet; who of them comes next:
+        self._arrivals: deque[int] = deque()  # the first to come, so that everybody's turn comes
+        self._urgent: list[tuple[int, int, int]] = []  # the highest priority, so that it need not wait for all before it
+        self._pushed = 0
         self._ranks: dict[int, Rank] = {}  # of those that are ranked and not parked
         self._heap: list[tuple[Rank, int]] = []
         self._ages: list[tuple[float, int]] = []  # the same, by arrival
@@ -70,12 +73,17 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence that arrived, or was preempted; a preempted one keeps its arrival, and so its age."""
-        self._waiting[sequence.sequence_id] = sequence
-        self._new.append(sequence.sequence_id)
+        sequence_id = sequence.sequence_id
+        self._waiting[sequence_id] = sequence
+        self._new.add(sequence_id)
+        self._arrivals.append(sequence_id)
+        self._pushed += 1
+        heapq.heappush(self._urgent, (-sequence.request.priority, self._pushed, sequence_id))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; nothing if it is not there."""
         self._waiting.pop(sequence.sequence_id, None)
+        self._new.discard(sequence.sequence_id)
         self.park(sequence)
 
     def park(self, sequence: Sequence) -> None:
@@ -151,12 +159,17 @@ class WaitingQueue:
         return None
 
     def _rank_new(self, most: int) -> None:
+        """Ranks up to so many new ones: by turns the first to have come, and the one of the highest priority."""
         while most and self._new:
-            sequence = self._waiting.get(self._new.popleft())
-            if sequence is not None:  # else it has left since
-                self._rank(sequence)
+            sequence_id = self._arrivals.popleft() if most % 2 else heapq.heappop(self._urgent)[-1]
+            if sequence_id in self._new:  # else it is ranked, or has left
+                self._new.remove(sequence_id)
+                self._rank(self._waiting[sequence_id])
                 self._looks -= 1
                 most -= 1
+        if not self._new:
+            self._arrivals.clear()
+            self._urgent.clear()
 
     def _rank_touched(self, most: int) -> None:
         while most and self._touched:

@@ -247,6 +247,16 @@ def test_priority_goes_before_the_policy(model):
     assert [run.sequence_id for run in plan.runs] == [high.sequence_id]
 
 
+def test_priority_need_not_wait_until_all_that_came_before_are_ranked(model):
+    scheduler, cache = make_scheduler(pages=500, max_running=1, step_tokens=64)
+    for n in range(500):
+        scheduler.add(make_sequence([n % 40, n // 40, 3], max_tokens=2, arrival=float(n)))
+    high = make_sequence([9, 9, 9], max_tokens=2, arrival=500.0, priority=1)
+    scheduler.add(high)
+    plan, _ = step(scheduler, cache, model)
+    assert [run.sequence_id for run in plan.runs] == [high.sequence_id]
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_salts_keep_tenants_apart(model, page_size):
     scheduler, cache = make_scheduler(pages=200, page_size=page_size, step_tokens=64)
