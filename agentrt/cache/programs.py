@@ -101,6 +101,7 @@ class Programs:
         """Begins, or renews, a hold on all the program uses and will use until the hold ends."""
         if not self._hold_tokens:
             return
+        self.expire()  # also while nothing is evicted, or the deadlines would add up
         program = self._program(name)
         self._let_go(program)
         program.deadline = self._clock() + seconds

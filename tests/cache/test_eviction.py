@@ -167,3 +167,14 @@ def test_candidates_forget_old_ranks_and_do_not_grow():
 def test_an_unknown_policy_is_refused():
     with pytest.raises(UserError, match="eviction is 'fifo'; it must be one of lru, lfu"):
         eviction_policy("fifo")
+
+
+def test_a_hold_is_over_at_its_deadline_even_where_nothing_is_evicted():
+    now = [0.0]
+    cache = PrefixCache(PagePool(100, 1), ProgramAware(LRU()), clock=lambda: now[0])
+    use(cache, 1, program="p")
+    cache.hold("p", 5.0)
+    assert (cache.holding, cache.held_tokens) == (("p",), 10)
+    now[0] = 6.0
+    cache.hold("q", 5.0)
+    assert (cache.holding, cache.held_tokens) == (("q",), 0)
