@@ -17,6 +17,7 @@ from agentrt.errors import PromptError, TooLongError, UserError
 from agentrt.request import GrammarSpec, ProgramTag, Request, SamplingParams
 from agentrt.server.answers import SampleAnswer
 from agentrt.server.asks import CallOptions, ChatAsk, Constraint
+from agentrt.server.framed_calls import Unframed
 from agentrt.server.model_habits import ModelHabits
 from agentrt.server.thinking import ThinkingSplitter
 from agentrt.server.turns import TurnMemory
@@ -40,6 +41,7 @@ class Prepared:
         inside_thinking: The prompt has already opened the model's thinking.
         thinks_first: The constraint is on what follows the thinking, so that the thinking must be generated before.
         thinking_budget: Most tokens of that thinking.
+        unframed: Calls that are to be begun anew in their frame; None where there is no such thing.
     """
 
     requests: tuple[Request, ...]
@@ -47,6 +49,7 @@ class Prepared:
     inside_thinking: bool = False
     thinks_first: bool = False
     thinking_budget: int | None = None
+    unframed: Unframed | None = None
 
 
 class Prompter:
@@ -86,7 +89,7 @@ class Prompter:
         constrained = sampling.grammar is not None or any(getattr(sampling, key) is not None for key in ("json_schema", "regex", "choices", "ebnf"))
         thinking = self._habits.thinking is not None and not ask.continue_last and (inside or self._may_think(ask, ids))
         first = thinking and (constrained or ask.thinking_budget is not None)
-        return Prepared((request,), answers, inside, first, ask.thinking_budget)
+        return Prepared((request,), answers, inside, first, ask.thinking_budget, self._unframed(ask) if calls and not thinking else None)
 
     def _answer(self, ask: ChatAsk, *, inside: bool) -> SampleAnswer:
         marks = self._habits.thinking
@@ -134,9 +137,14 @@ class Prompter:
 
     def _tools_grammar(self, ask: ChatAsk) -> GrammarSpec:
         schema = None if ask.constraint is None or ask.tool_choice != "auto" else _schema_text(ask.constraint)
-        choice = Choice(ask.tool_choice, ask.parallel, schema, ask.strict)
-        functions = [{**function, "parameters": closed(function["parameters"])} for function in ask.functions]
-        return self._habits.calls.grammar(functions, choice)
+        return self._habits.calls.grammar(_closed(ask.functions), Choice(ask.tool_choice, ask.parallel, schema, ask.strict))
+
+    def _unframed(self, ask: ChatAsk) -> Unframed | None:
+        """What is begun anew where the model is free to call, and to call more than once."""
+        beginning = self._habits.calls.unframed(ask.functions)
+        if beginning is None or ask.tool_choice != "auto" or not ask.parallel or ask.constraint is not None:
+            return None
+        return Unframed(beginning, self._habits.calls.grammar(_closed(ask.functions), Choice("required", strict=ask.strict)))
 
     def _sampling(self, ask: ChatAsk, ids: Sequence[int], grammar: GrammarSpec | None) -> SamplingParams:
         values: dict[str, Any] = self._defaults | dict(ask.sampling)
@@ -179,6 +187,11 @@ class Prompter:
         if not ids:
             raise PromptError("the prompt is empty; give at least one token", param="prompt")
         return tuple(ids)
+
+
+def _closed(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The functions with no parameters but those that they name."""
+    return [{**function, "parameters": closed(function["parameters"])} for function in functions]
 
 
 def _request_options(options: CallOptions) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from agentrt.request import SamplingParams
 from agentrt.server.asks import CallOptions
 from agentrt.server.call import Books, Call, failure_code
 from agentrt.server.flight import Flight, FlightTable, Mail, Runway
+from agentrt.server.framed_calls import FramedCalls
 from agentrt.server.model_habits import find_habits
 from agentrt.server.openai_convert import Face
 from agentrt.server.presence import while_present
@@ -167,9 +168,9 @@ class Service:
 
     def _runway(self, prepared: Prepared) -> Runway:
         marks = self.habits.thinking
-        if not prepared.thinks_first or marks is None:
-            return self.backend
-        return ThinkFirst(self.backend, marks, inside=prepared.inside_thinking, budget=prepared.thinking_budget)
+        if prepared.thinks_first and marks is not None:
+            return ThinkFirst(self.backend, marks, inside=prepared.inside_thinking, budget=prepared.thinking_budget)
+        return self.backend if prepared.unframed is None else FramedCalls(self.backend, prepared.unframed)
 
     async def _launch(self, flight: Flight) -> None:
         await self.off_loop(flight.submit)

@@ -103,6 +103,10 @@ class CallFormat(Protocol):
         """A reader of one answer."""
         ...
 
+    def unframed(self, functions: Sequence[Tool]) -> regex.Pattern[str] | None:
+        """How an answer begins that is a call without its frame; None if a call cannot lack it."""
+        ...
+
 
 def read_whole(reader: Reader, text: str) -> list[Event]:
     """Reads an answer that is complete."""
@@ -149,24 +153,26 @@ class FramedFormat:
         """See `CallFormat.reader`."""
         return _FramedReader(self, functions)
 
+    def unframed(self, functions: Sequence[Tool]) -> regex.Pattern[str] | None:
+        """See `CallFormat.unframed`."""
+        if not self.bare:
+            return None
+        heads = [
+            bare_head(function["name"], self.name_key, self.arguments_key, escape=re.escape, fenced=fenced)
+            for function in functions
+            for fenced in (False, True)
+        ]
+        return regex.compile("|".join(heads))
+
 
 def _dumped(functions: Sequence[Tool]) -> str:
     return json.dumps(list(functions), ensure_ascii=False)
 
 
-def _bare_heads(form: FramedFormat, functions: Sequence[Tool]) -> regex.Pattern[str]:
-    heads = [
-        bare_head(function["name"], form.name_key, form.arguments_key, escape=re.escape, fenced=fenced)
-        for function in functions
-        for fenced in (False, True)
-    ]
-    return regex.compile("|".join(heads))
-
-
 class _FramedReader:
     def __init__(self, form: FramedFormat, functions: Sequence[Tool]) -> None:
         key = re.escape
-        self._bare = _bare_heads(form, functions) if form.bare else None  # what only the beginning of an answer may be
+        self._bare = form.unframed(functions)  # what only the beginning of an answer may be
         string = r'"((?:[^"\\]|\\.)*)"'
         self._form = form
         self._head = re.compile(rf'\{{\s*"{key(form.name_key)}"\s*:\s*{string}\s*,\s*"{key(form.arguments_key)}"\s*:\s*(?=\S)')
@@ -400,6 +406,10 @@ class PythonicFormat:
         """See `CallFormat.reader`."""
         return _PythonicReader()
 
+    def unframed(self, functions: Sequence[Tool]) -> None:
+        """See `CallFormat.unframed`."""
+        return None
+
 
 class _PythonicReader:
     _CALL = re.compile(r"[\[,\s]*([^\s\[(,]+)\(")
@@ -491,6 +501,10 @@ class Qwen3CoderFormat:
     def reader(self, functions: Sequence[Tool]) -> Reader:
         """See `CallFormat.reader`."""
         return _XmlReader(functions)
+
+    def unframed(self, functions: Sequence[Tool]) -> None:
+        """See `CallFormat.unframed`."""
+        return None
 
 
 def _is_string(schema: Any) -> bool:
