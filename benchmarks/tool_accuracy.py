@@ -127,7 +127,7 @@ def calls_of(message: Mapping[str, Any], mode: str, wanted: int) -> list[dict[st
 
 async def ask(http: httpx.AsyncClient, model: str, row: Mapping[str, Any], mode: str, max_tokens: int, extra: Mapping[str, Any]) -> Result:
     wanted = len(row["answers"])
-    body = {"model": model, "messages": row["messages"], "tools": row["tools"], "tool_choice": mode, "temperature": 0, "max_tokens": max_tokens}
+    body = {"model": model, "messages": row["messages"], "tools": row["tools"], "tool_choice": mode, "temperature": 0, "max_tokens": max_tokens * wanted}
     if mode != "none":
         body["parallel_tool_calls"] = wanted > 1
     begun = time.perf_counter()
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--rows", default="all", choices=("all", "even", "odd"), help="choose on the odd ones, report the even ones")
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=200, help="for each call that the request wants")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--extra", type=json.loads, default={"repetition_penalty": 1.0}, help="further fields of every request, as JSON")
     parser.add_argument("--seed", type=int, default=0)
