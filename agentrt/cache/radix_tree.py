@@ -545,6 +545,7 @@ class RadixTree:
             raise RuntimeError(f"{leaf} is not in the tree")
         del parent.children[leaf.ids[: self._page_bytes]]
         leaf.parent = None
+        leaf.ids, leaf.pages, leaf.shortcut = b"", _NO_PAGES, None  # programs remember nodes that have gone: these keep nothing alive
         self.nodes -= 1
         if parent.evictable:
             self.on_leaf(parent)

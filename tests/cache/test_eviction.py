@@ -169,6 +169,17 @@ def test_an_unknown_policy_is_refused():
         eviction_policy("fifo")
 
 
+def test_what_programs_remember_of_nodes_that_have_gone_takes_no_room():
+    cache = make(ProgramAware(LRU()))
+    use(cache, 1, program="p")
+    use(cache, 1, program="q")
+    (node,) = cache.tree.walk()
+    cache.evict(10)
+    assert (node.parent, node.ids, len(node.pages)) == (None, b"", 0)
+    cache.hold("p", 5.0)
+    assert cache.held_tokens == 0
+
+
 def test_a_hold_is_over_at_its_deadline_even_where_nothing_is_evicted():
     now = [0.0]
     cache = PrefixCache(PagePool(100, 1), ProgramAware(LRU()), clock=lambda: now[0])
