@@ -40,15 +40,16 @@ def short(value: float) -> str:
 
 def line_chart(title: str, lines: Sequence[Line], *, x: str = "seconds", y: str = "") -> str:
     """Draws the lines over one another; returns an <svg> element."""
-    x_ticks = ticks(max((max(line.xs, default=0.0) for line in lines), default=0.0))
+    right = max((max(line.xs, default=0.0) for line in lines), default=0.0) or 1.0  # the axis ends with the lines
+    x_ticks = [tick for tick in ticks(right) if tick <= right]
     y_ticks = ticks(max((max(line.ys, default=0.0) for line in lines), default=0.0))
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     parts.append(f'<text class="title" x="{LEFT}" y="15">{escape(title)}{f" ({escape(y)})" if y else ""}</text>')
     parts += [_grid_y(value, y_ticks[-1]) for value in y_ticks]
-    parts += [_grid_x(value, x_ticks[-1]) for value in x_ticks]
+    parts += [_grid_x(value, right) for value in x_ticks]
     parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x)}</text>')
     for number, line in enumerate(lines):
-        points = " ".join(f"{_px(a, x_ticks[-1]):.1f},{_py(b, y_ticks[-1]):.1f}" for a, b in zip(line.xs, line.ys, strict=True))
+        points = " ".join(f"{_px(a, right):.1f},{_py(b, y_ticks[-1]):.1f}" for a, b in zip(line.xs, line.ys, strict=True))
         parts.append(f'<polyline class="line c{number}" points="{points}"/>')
     if len(lines) > 1:
         parts.append(_legend([line.name for line in lines]))

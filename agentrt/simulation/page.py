@@ -28,9 +28,10 @@ p { color: var(--dim); margin: .2rem 0; max-width: 75ch; }
 .figure b { display: block; font-size: 1.55rem; font-weight: 600; } .figure span { color: var(--dim); font-size: .85rem; }
 table { border-collapse: collapse; } td, th { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid var(--rule); font-variant-numeric: tabular-nums; }
 td:first-child, th:first-child { text-align: left; } th { color: var(--dim); font-weight: 500; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 1.4rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1.4rem; }
 svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } svg .title { font-size: 13px; fill: var(--ink); }
 .grid { stroke: var(--rule); stroke-width: 1; } .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+@media (max-width: 600px) { td, th { padding-right: .45rem; font-size: .8rem; } body { margin-top: 1rem; } }
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); } .c3 { stroke: var(--c3); }
 """
 
