@@ -24,6 +24,10 @@ from agentrt.errors import ModelError
 #: Texts whose tokens, put together, must give the same bytes; a tokenizer that rewrites text cannot be forced along.
 _PROBES = ('{"name": "get_weather", "arguments": {"n": 12}}', "a  b\n\tc", "é 漢字 🙂", ' "', "Don't")
 
+#: Texts that llguidance prepares masks of, each without those before it: a string that has room for all of one takes its mask as it is. Its own
+#: choice goes from 10 characters to 30, so strings with a `maxLength` paid for their last 30 characters; hardly a token has more than 15.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{most}}}" for most in (5, 10, 15, 20, 30)), f"{_CHARACTER}+"]
 
 _serials = itertools.count()
 
@@ -127,7 +131,7 @@ class Vocabulary:
     def llguidance(self) -> llguidance.LLTokenizer:
         """Llguidance's table of the same tokens; control tokens get names that no text can spell."""
         return llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Source(self)), n_vocab=self.size, eos_token=list(self.eos_ids)
+            llguidance.TokenizerWrapper(_Source(self)), n_vocab=self.size, eos_token=list(self.eos_ids), slices=SLICES
         )
 
     def mask_of(self, token_ids: Iterable[int]) -> NDArray[np.int32]:
