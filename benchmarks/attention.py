@@ -1,6 +1,6 @@
 """Attention on a CPU, native kernel beside torch's operators: decodes, a shared prefix, prefill chunks; 30 layers of the default model's shape.
 
-One thread and its own processor time, each layer's KV memory of its own, the better of three; what counts are the ratios.
+Activations in float32, KV in float32 or float16 (as under int4 and int8). One thread and its own processor time, each layer's KV memory of its own, the better of three; what counts are the ratios.
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py [--json results.json]
 """
@@ -37,10 +37,10 @@ def batch(sequences: int, new: int, context: int, shared: int, scattered: bool) 
     return AttentionBatch((new,) * sequences, (context,) * sequences, slots, torch.cat([slot[context:] for slot in slots]), groups)
 
 
-def milliseconds(attention: Attention, step: AttentionBatch, stores: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> float:
+def milliseconds(attention: Attention, step: AttentionBatch, stores: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Of a step of 30 layers."""
     tokens = sum(step.query_lengths)
-    q, k, v = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM).to(dtype).split([HEADS, KV_HEADS, KV_HEADS], 1)
+    q, k, v = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
     spec, times = AttentionSpec(DIM**-0.5), []
     for _ in range(3):
         step.prepared.clear()
@@ -63,13 +63,13 @@ def main() -> None:
     found = []
     print("| step | KV | slots | native, ms | torch, ms | torch / native |\n|---|---|---|---|---|---|")
     for name, sequences, new, context, shared, layers in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.float16):
             for scattered in (False, True):
                 step = batch(sequences, new, context, shared, scattered)
                 size = max(int(slots.max()) for slots in step.slots) + 1
                 stores = [tuple(torch.randn(size, KV_HEADS, DIM).to(dtype) for _ in range(2)) for _ in range(layers)]
                 with torch.inference_mode():
-                    mine, theirs = (milliseconds(attention, step, stores, dtype) for attention in (native, TorchAttention()))
+                    mine, theirs = (milliseconds(attention, step, stores) for attention in (native, TorchAttention()))
                 row = (name, str(dtype).removeprefix("torch."), "scattered" if scattered else "in order", mine, theirs)
                 found.append(row)
                 print("| {} | {} | {} | {:.1f} | {:.1f} | {:.1f} |".format(*row, theirs / mine), flush=True)

@@ -367,7 +367,7 @@ private:
 
     /// Eight slots of keys or values: where they are, or as floats in a tile; beyond the last slot, the last one again.
     template <typename From>
-    void fetch(const T* store, const int64_t* slots, int64_t at, int64_t keys, int64_t tile_row, const From* to[8]) {
+    void fetch(const T* store, const int64_t* slots, int64_t at, int64_t keys, const From* to[8]) {
         for (int64_t i = 0; i < 8; ++i) {
             const T* from = store + slots[std::min(at + i, keys - 1)] * slot_;
             if constexpr (std::is_same_v<From, T>) {
@@ -377,17 +377,17 @@ private:
                 }
             }
             if constexpr (std::is_same_v<From, float>) {
-                float* row = own_.tile.data() + (tile_row + i) * shape_.kv_heads * padded_;
+                float* row = own_.tile.data() + (at + i) * shape_.kv_heads * padded_;
                 if (at + i < keys) read_heads(from, shape_.kv_heads, 1.0f, row);
                 to[i] = at + i < keys ? row : to[i - 1];
             }
         }
     }
 
-    void prefetch(const T* store, const int64_t* slots, int64_t at, int64_t keys) const {
-        for (int64_t i = at; i < std::min(at + 8, keys); ++i) {
+    void prefetch(const T* store, const int64_t* slots, int64_t count) const {
+        for (int64_t i = 0; i < count; ++i) {
             const char* from = reinterpret_cast<const char*>(store + slots[i] * slot_);
-            for (int64_t byte = 0; byte < slot_ * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(from + byte, 0, 3);
+            for (int64_t byte = 0; byte < slot_ * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
         }
     }
 
@@ -397,14 +397,14 @@ private:
         const int64_t start = segment * SEGMENT;
         int64_t stop = 0;
         for (int64_t row = from; row < from + count; ++row) stop = std::max(stop, rows[row].stop);
-        const int64_t keys = std::min<int64_t>(SEGMENT, stop - start), after = more ? std::min<int64_t>(8, stop - start - keys) : 0;
+        const int64_t keys = std::min<int64_t>(SEGMENT, stop - start), after = more ? std::min<int64_t>(SEGMENT, stop - start - keys) : 0;
         const int64_t* slots = rows[from].slots + start;
         const T *k = static_cast<const T*>(tensors_.keys), *v = static_cast<const T*>(tensors_.values);
         // Read once or twice, 16 bits are widened as they are used; for more rows they are laid out as floats.
         const bool in_place = whole_vectors_ && (std::is_same_v<T, float> || count * group_ <= 6);
         auto both = [&](auto sample) {
             using From = decltype(sample);
-            pass<SCORES, From>(k, slots, keys, v, slots, std::min<int64_t>(8, keys), from, count);
+            pass<SCORES, From>(k, slots, keys, v, slots, keys, from, count);
             for (int64_t row = from; row < from + count; ++row) soften(row, rows[row].first - start, rows[row].stop - start, keys);
             if constexpr (FOLDS) weigh(from, count, own_.peaks.data() + from * shape_.heads, own_.weights.data() + from * shape_.heads);
             pass<FOLDS ? FOLDED : SUMS, From>(v, slots, keys, k, slots + keys, after, from, count);
@@ -417,26 +417,22 @@ private:
 
     enum Pass { SCORES, SUMS, FOLDED };
 
-    /// Over a segment's keys (scores) or values (sums). What is read next is asked for ahead of time.
+    /// Over a segment's keys (scores) or values (sums), a head after the other. What is read next is asked for meanwhile, a part at a time.
     template <Pass PASS, typename From>
     void pass(const T* store, const int64_t* slots, int64_t keys, const T* next, const int64_t* next_slots, int64_t next_keys, int64_t from,
               int64_t count) {
         const From* at[SEGMENT];
-        const bool many = count * group_ > 8;  // then a head's part of the segment stays in the nearest cache
-        const int64_t eights = (keys + 7) / 8 * 8;
-        for (int64_t key = 0; key < keys; key += 8) {
-            if (key + 8 < keys)
-                prefetch(store, slots, key + 8, keys);
-            else
-                prefetch(next, next_slots, 0, next_keys);
-            fetch(store, slots, key, keys, many ? key : 0, at + key);
-            if (!many)
-                for (int64_t head = 0; head < shape_.kv_heads; ++head) heads<PASS>(at, key, key + 8, key + 8 == eights, head, from, count);
-        }
-        if (!many) return;
-        const int64_t piece = PASS == SCORES ? NEAR : SEGMENT;
-        for (int64_t head = 0; head < shape_.kv_heads; ++head)
-            for (int64_t key = 0; key < eights; key += piece) heads<PASS>(at, key, std::min(key + piece, eights), true, head, from, count);
+        const int64_t eights = (keys + 7) / 8 * 8, piece = PASS == SCORES || count * group_ <= 8 ? NEAR : SEGMENT;
+        for (int64_t key = 0; key < keys; key += 8) fetch(store, slots, key, keys, at + key);
+        const int64_t parts = shape_.kv_heads * ((eights + piece - 1) / piece);
+        for (int64_t head = 0, part = 0, asked = 0; head < shape_.kv_heads; ++head)
+            for (int64_t key = 0; key < eights; key += piece) {
+                const int64_t ask = next_keys * ++part / parts;
+                prefetch(next, next_slots + asked, ask - asked);
+                asked = ask;
+                const int64_t stop = std::min(key + piece, eights);
+                heads<PASS>(at, key, stop, stop == eights, head, from, count);
+            }
     }
 
     /// Keys [key, stop) of one KV head, a multiple of eight, for all query heads that read it, three of them at a time.
