@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -32,7 +33,10 @@ MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class Result:
-    """One answer: the calls in it, whether they parse, fit their tools and are right, and what they cost."""
+    """One answer: the calls that are whole in it, whether there are any, fit their tools and are right, and what they cost.
+
+    `cut` is an answer that its bound on tokens ended.
+    """
 
     row: str
     calls: list[dict[str, Any]]
@@ -41,6 +45,7 @@ class Result:
     right: bool
     tokens: int
     seconds: float
+    cut: bool = False
 
 
 def corpus(limit: int | None, rows: str) -> list[dict[str, Any]]:
@@ -83,7 +88,9 @@ def right_call(call: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
 
 
 def right_calls(calls: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each answer has a call of its own, in any order."""
+    """Whether each answer has a call of its own, in any order, and there are no others."""
+    if len(calls) != len(answers):
+        return False
     left = list(calls)
     for answer in answers:
         found = next((call for call in left if right_call(call, answer)), None)
@@ -118,10 +125,8 @@ def calls_of(message: Mapping[str, Any], mode: str, wanted: int) -> list[dict[st
         return calls_in_text(message.get("content") or "", wanted)
     calls = []
     for call in message.get("tool_calls") or ():
-        try:
+        with contextlib.suppress(ValueError):  # cut
             calls.append({"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])})
-        except ValueError:
-            return []
     return calls
 
 
@@ -136,7 +141,8 @@ async def ask(http: httpx.AsyncClient, model: str, row: Mapping[str, Any], mode:
     whole = answer.json()
     calls = calls_of(whole["choices"][0]["message"], mode, wanted)
     right, valid = right_calls(calls, row["answers"]), bool(calls) and all(valid_call(call, row["tools"]) for call in calls)
-    return Result(row["id"], calls, bool(calls), valid, right, whole["usage"]["completion_tokens"], time.perf_counter() - begun)
+    cut = whole["choices"][0]["finish_reason"] == "length"
+    return Result(row["id"], calls, bool(calls), valid, right, whole["usage"]["completion_tokens"], time.perf_counter() - begun, cut)
 
 
 class Answers:
@@ -193,27 +199,40 @@ def main() -> None:
     parser.add_argument("--extra", type=json.loads, default={"repetition_penalty": 1.0}, help="further fields of every request, as JSON")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside", type=Path, help="another server's --json: differences to it, and the quotient of seconds")
     args = parser.parse_args()
     rows = corpus(args.limit, args.rows)
     results: dict[str, list[Result]] = {}
     answers = Answers(args.json)
     table = []
     print(f"{len(rows)} requests ({args.rows} rows), greedy, {args.concurrency} at a time, bootstrap seed {args.seed}")
-    print(f"{'tool_choice':<12}{'parsed':>8}{'valid':>8}{'right':>8}{'share':>9}{'tokens':>9}{'seconds':>9}", flush=True)
+    print(f"{'tool_choice':<12}{'parsed':>8}{'cut':>6}{'valid':>8}{'right':>8}{'share':>9}{'tokens':>9}{'seconds':>9}", flush=True)
     for mode in args.modes:
         results[mode] = asyncio.run(run_mode(args, rows, mode, answers))
         seconds = answers.seconds.get(mode, 0.0)
-        line = {name: sum(getattr(result, name) for result in results[mode]) for name in ("parsed", "valid", "right", "tokens")}
+        line = {name: sum(getattr(result, name) for result in results[mode]) for name in ("parsed", "cut", "valid", "right", "tokens")}
         line |= {"mode": mode, "seconds": round(seconds, 1)}
         table.append(line)
-        print(f"{mode:<12}{line['parsed']:>8}{line['valid']:>8}{line['right']:>8}{line['right'] / len(rows):>9.1%}{line['tokens']:>9}{seconds:>9.1f}", flush=True)
+        print(f"{mode:<12}{line['parsed']:>8}{line['cut']:>6}{line['valid']:>8}{line['right']:>8}{line['right'] / len(rows):>9.1%}{line['tokens']:>9}{seconds:>9.1f}", flush=True)
     differences = {}
     for one, other in (("required", "none"), ("auto", "none"), ("auto", "required")):
         if one in results and other in results:
             differences[f"{one} - {other}"] = paired(results[one], results[other], args.seed)
             mean, low, high = differences[f"{one} - {other}"]
             print(f"{one} - {other}: {mean:+.1%}, 95% from {low:+.1%} to {high:+.1%}")
+    if args.beside:
+        beside(results, answers, Answers(args.beside), args.seed)
     answers.save(rows=len(rows), table=table, differences=differences)
+
+
+def beside(results: Mapping[str, Sequence[Result]], answers: Answers, others: Answers, seed: int) -> None:
+    """Prints how another server did with the same rows."""
+    for mode, mine in results.items():
+        theirs = [others.by_mode.get(mode, {}).get(result.row) for result in mine]
+        if all(theirs):
+            mean, low, high = paired(mine, [other for other in theirs if other], seed)
+            times = answers.seconds[mode] / others.seconds[mode]
+            print(f"{mode}, this - {others.path}: {mean:+.1%}, 95% from {low:+.1%} to {high:+.1%}; {times:.2f} of its seconds")
 
 
 if __name__ == "__main__":
