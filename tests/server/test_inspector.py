@@ -106,7 +106,7 @@ def test_it_shows_rates_the_tree_and_each_programs_report(page_of, model_server,
 def test_it_shows_a_request_while_it_runs_and_what_it_reused(page_of, model_server, asked):
     page = page_of()
     ask = {"messages": [{"role": "system", "content": "You answer like a lighthouse keeper of few words."}, {"role": "user", "content": "Is it windy? Tell me all of it."}]}
-    with model_server.client() as http, http.stream("POST", "/v1/chat/completions", json=ask | {"stream": True, "max_tokens": 400, "ignore_eos": True}) as answer:
+    with model_server.client() as http, http.stream("POST", "/v1/chat/completions", json=ask | {"stream": True, "max_tokens": 4000, "ignore_eos": True}) as answer:
         lines = answer.iter_lines()
         row = page.locator("#calls tbody tr").first
         for _ in itertools.takewhile(lambda _: not row.count(), lines):
