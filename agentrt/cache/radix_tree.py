@@ -101,11 +101,12 @@ class Node:
         tier: Where its KV lies.
         owner: The only program that uses it, or a mark for anyone; kept by the prefix cache.
         credit: What the eviction policy remembers of it.
-        shortcut: The packed ids that lead from its end to the end of a node far below, and that node; see `RadixTree.shorten`.
+        cuts: Times that tokens were taken off its end.
+        shortcut: The packed ids that lead from its end to the end of a node far below, that node, and its `cuts`; see `RadixTree.shorten`.
     """
 
     __slots__ = (
-        "children", "credit", "hits", "holds", "ids", "last_access", "locks", "namespace", "owner", "pages", "parent",
+        "children", "credit", "cuts", "hits", "holds", "ids", "last_access", "locks", "namespace", "owner", "pages", "parent",
         "shortcut", "start", "tier", "uid",
     )  # fmt: skip
 
@@ -126,7 +127,8 @@ class Node:
         self.tier: Tier = "device"
         self.owner: Owner | None = None
         self.credit: float = 0.0
-        self.shortcut: tuple[bytes, Node] | None = None
+        self.cuts = 0
+        self.shortcut: tuple[bytes, Node, int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -295,7 +297,7 @@ class RadixTree:
         step = self._page_bytes
         while position < stop:
             if node.shortcut is not None and packed.startswith(node.shortcut[0], position, stop) and _leads(node):
-                ids, node = node.shortcut
+                ids, node, _ = node.shortcut
                 position += len(ids)
                 continue
             child = node.children.get(packed[position : position + step])
@@ -329,7 +331,7 @@ class RadixTree:
             above, below = path[at], path[at + self.hop]
             if below.end - above.end > _LONGEST_HOP // _ID_BYTES or (above.shortcut is not None and _leads(above)):
                 continue
-            above.shortcut = b"".join(node.ids for node in path[at + 1 : at + self.hop + 1]), below
+            above.shortcut = b"".join(node.ids for node in path[at + 1 : at + self.hop + 1]), below, below.cuts
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
@@ -534,6 +536,7 @@ class RadixTree:
         if keep:
             leaf.pages = leaf.pages[:keep].copy()
             leaf.ids = leaf.ids[: keep * self._page_bytes]
+            leaf.cuts += 1
         else:
             self._detach(leaf)
         self._changed(leaf, b"")
@@ -596,11 +599,11 @@ class RadixTree:
 
 
 def _leads(node: Node) -> bool:
-    """Whether the node's shortcut still leads to the end of its other node: that may have been removed, trimmed, or grown since."""
+    """Whether the node's shortcut still leads to the end of its other node: that may have been removed, cut, or grown since."""
     if node.shortcut is None:
         return False
-    ids, below = node.shortcut
-    return below.parent is not None and below.end == node.end + len(ids) // _ID_BYTES and ids.endswith(below.ids)
+    ids, below, cuts = node.shortcut
+    return below.parent is not None and below.cuts == cuts and below.end == node.end + len(ids) // _ID_BYTES
 
 
 def _ignore(_: object) -> None:

@@ -4,6 +4,7 @@ who owns what: a slot holds what was last written to it, and the page pool alone
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 
@@ -81,7 +82,8 @@ def _empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     if torch.device(device).type != "cpu" or sys.platform != "linux" or size < LARGE:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without large pages refuses; small ones do
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -170,3 +170,18 @@ def test_misuse_is_named():
 def test_ids_pack_the_same_from_any_kind():
     assert pack_ids([1, 2**31 - 1]) == pack_ids(np.array([1, 2**31 - 1])) == pack_ids((1, 2**31 - 1))
     assert unpack_ids(pack_ids((5, 6))) == (5, 6)
+
+
+def test_a_shortcut_to_a_node_that_was_cut_off_and_grew_otherwise_is_not_taken():
+    tree = RadixTree(1)
+    tree.hop = 1
+    tree.insert(PrefixKey([1, 2, 9]), [0, 1, 2])
+    below = tree.insert(PrefixKey([1, 2, 3, 4, 5]), [3, 4, 5, 6, 7]).node
+    tree.shorten(below.path())
+    assert tree.match(PrefixKey([1, 2, 3, 4, 5])).length == 5
+    tree.trim(below, 2)
+    tree.extend(below, "", pack_ids([7, 5]), [8, 9], grow=True)
+    tree.insert(PrefixKey([1, 2, 3, 7, 8]), [10, 11, 12, 13, 14])  # what is left of the node is its old end, behind another middle
+    assert below.end == 5
+    assert tree.match(PrefixKey([1, 2, 3, 4, 5])).length == 3
+    assert tree.match(PrefixKey([1, 2, 3, 7, 5])).length == 5

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+
 import psutil
 import pytest
 import torch
@@ -38,3 +41,18 @@ def test_a_large_store_costs_nothing_until_it_is_used() -> None:
 def test_more_than_the_machine_has_is_refused_with_the_size() -> None:
     with pytest.raises(UserError, match=r"kv_tokens is 1000000000000000: 192000000\.0 GB"):
         KVStore(SHAPE, 10**15, torch.float32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux only")
+def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            asked.append(True)
+            raise OSError(22, "Invalid argument")
+
+    asked: list[bool] = []
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    store = KVStore(SHAPE, 1 << 18, torch.float32)
+    assert asked
+    store[2][1][-1] = 3.0
+    assert store[2][1].sum() == 3.0 * 8
