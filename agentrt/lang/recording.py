@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from agentrt.backend import Tokenizer
 from agentrt.errors import UserError
 from agentrt.lang import ir
-from agentrt.observe.report import Report, build_report
+from agentrt.observe.report import Report, build_report, cost
 from agentrt.request import Usage
 
 if TYPE_CHECKING:
@@ -86,16 +86,10 @@ class Call(NamedTuple):
             "name": self.name,
             "kind": self.kind,
             "where": f"{self.where[0]}:{self.where[1]}",
+            **cost(usage),
             "prompt_tokens": usage.prompt_tokens or self.prompt_tokens,
             "known_tokens": self.known_tokens,
-            "cached_tokens": usage.cached_tokens,
             "first_new": None if first is None else tokenizer.decode([first], skip_special=False),
-            "completion_tokens": usage.completion_tokens,
-            "forced_tokens": usage.forced_tokens,
-            "forward_passes": usage.forward_passes,
-            "passes_saved": usage.passes_saved,
-            "queue_seconds": usage.queue_seconds,
-            "run_seconds": usage.run_seconds,
             "began": self.began,
             "ended": self.ended,
             "finish_reason": str(self.finish_reason),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrt.observe.report_page import page
+from agentrt.request import Usage
 
 FORMAT = 1
 
@@ -29,6 +30,11 @@ _SUMS = (
     "queue_seconds",
     "run_seconds",
 )
+
+
+def cost(usage: Usage) -> dict[str, float]:
+    """What a record of a call says of its cost, by the names that are added up."""
+    return {name: getattr(usage, name) for name in _SUMS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ and what it cost is all its parts together.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -15,7 +16,7 @@ from agentrt.errors import AgentrtError
 from agentrt.request import Request, SamplingParams, TokenDelta, Usage
 
 
-class InParts:
+class InParts(ABC):
     """Stands before a backend for the requests of one call; what a sample does is its subclass' `sample`."""
 
     def __init__(self, backend: Backend) -> None:
@@ -27,9 +28,9 @@ class InParts:
         self.backend = backend
         self._samples: dict[str, list[Sample]] = {}
 
+    @abstractmethod
     def sample(self, joint: Joint, index: int) -> Sample:
         """A sample that has not begun."""
-        raise NotImplementedError
 
     def submit(self, request: Request, sink: Sink) -> None:
         """As `Backend.submit`."""
@@ -90,7 +91,7 @@ def summed(usages: Sequence[Usage]) -> Usage:
     return Usage(**values | {"cached_tokens": usages[0].cached_tokens})
 
 
-class Sample:
+class Sample(ABC):
     """One sample: the part that is under way."""
 
     def __init__(self, backend: Backend, joint: Joint, index: int) -> None:
@@ -100,9 +101,9 @@ class Sample:
         self.aborted = False
         self._part: Request | None = None
 
+    @abstractmethod
     def begin(self) -> None:
         """Submits the first part."""
-        raise NotImplementedError
 
     def abort(self) -> None:
         """Ends it, in whichever part it is."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrt.observe.report import Report, build_report
+from agentrt.observe.report import Report, build_report, cost
 from agentrt.request import ProgramTag, Usage
 
 MAX_CALLS = 256
@@ -159,16 +159,9 @@ def _record(asked: Asked, book: _Program, prompt: array[int], known: int) -> dic
         "name": asked.endpoint,
         "kind": "request",
         "where": f"call {book.asked + 1} over HTTP",
-        "prompt_tokens": usage.prompt_tokens,
+        **cost(usage),
         "known_tokens": known,
-        "cached_tokens": usage.cached_tokens,
         "first_new": prompt[new] if new < len(prompt) else None,
-        "completion_tokens": usage.completion_tokens,
-        "forced_tokens": usage.forced_tokens,
-        "forward_passes": usage.forward_passes,
-        "passes_saved": usage.passes_saved,
-        "queue_seconds": usage.queue_seconds,
-        "run_seconds": usage.run_seconds,
         "began": max(asked.began - book.began, 0.0),
         "ended": max(asked.ended - book.began, 0.0),
         "finish_reason": asked.finish_reason,
