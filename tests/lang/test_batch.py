@@ -108,7 +108,7 @@ def test_2000_concurrent_sync_programs_run_on_under_20_threads():
     most = []
 
     def script(text, request):
-        most.append(threading.active_count())
+        most.append(len(set(threading.enumerate()) - others))
         return "x" if text.endswith("first ") else "y"
 
     @function
@@ -118,8 +118,8 @@ def test_2000_concurrent_sync_programs_run_on_under_20_threads():
         s += " second " + gen("b")
         return s["b"]
 
-    others = threading.active_count()
+    others = set(threading.enumerate())  # of other tests' servers and engines, which may end meanwhile
     backend = AnswersWhenAllHaveAsked(script, 2000)
     states = program.run_batch([{"number": n} for n in range(2000)], backend=backend)
     assert [s.ret_value for s in states] == ["y"] * 2000
-    assert max(most) < min(20, others + 10)
+    assert max(most) < 20
