@@ -1,9 +1,10 @@
-"""Where several calls may be made: a call that the model began without its frame is begun anew inside it.
+"""A call that the model began without its frame is begun anew inside it, where it would otherwise come to nothing.
 
-A small model that writes a call as bare JSON, or in a markdown fence, ends its answer behind the first; inside the frame that it was
-trained on it goes on to the next. That it wants to call is told by how its answer begins, before a caller was told anything. So
-that beginning is dropped, and the same prompt, which the cache has, is answered under a grammar of framed calls.
-Invariant: an answer that begins otherwise is what it would have been.
+A small model that writes a call as bare JSON, or in a markdown fence, ends its answer behind the first, and at times names a tool
+that is not there; inside the frame that it was trained on it goes on to the next call, and the grammar holds it to the tools there
+are. That it wants to call is told by how its answer begins, before a caller was told anything. So that beginning is dropped, and
+the same prompt, which the cache has, is answered under a grammar of framed calls. Invariant: an answer that begins otherwise is
+what it would have been.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Unframed:
     """How to know a call that lacks its frame, and what is put in its place.
 
     Attributes:
-        beginning: How an answer begins that is one.
+        beginnings: How an answer begins that is one, each by itself.
         framed: The grammar of calls in their frame.
     """
 
-    beginning: regex.Pattern[str]
+    beginnings: tuple[regex.Pattern[str], ...]
     framed: GrammarSpec
 
 
@@ -75,9 +76,9 @@ class _CallingSample(Sample):
     def _hold(self, delta: TokenDelta, held: list[TokenDelta]) -> None:
         held.append(delta)
         self._text += delta.text
-        found = self._unframed.beginning.match(self._text, partial=True)
-        if delta.finish_reason is None and found is not None:
-            if not found.partial:
+        found = [match for beginning in self._unframed.beginnings if (match := beginning.match(self._text, partial=True))]
+        if delta.finish_reason is None and found:
+            if not all(match.partial for match in found):
                 self._again = True
                 self.end_part()
             return

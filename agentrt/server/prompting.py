@@ -140,11 +140,12 @@ class Prompter:
         return self._habits.calls.grammar(_closed(ask.functions), Choice(ask.tool_choice, ask.parallel, schema, ask.strict))
 
     def _unframed(self, ask: ChatAsk) -> Unframed | None:
-        """What is begun anew where the model is free to call, and to call more than once."""
-        beginning = self._habits.calls.unframed(ask.functions)
-        if beginning is None or ask.tool_choice != "auto" or not ask.parallel or ask.constraint is not None:
+        """What is begun anew where the model is free to call: a call of no tool that there is, and one that others may follow."""
+        bare = self._habits.calls.bare_calls(ask.functions)
+        if bare is None or ask.tool_choice != "auto" or ask.constraint is not None:
             return None
-        return Unframed(beginning, self._habits.calls.grammar(_closed(ask.functions), Choice("required", strict=ask.strict)))
+        beginnings = (bare.misnamed, bare.offered) if ask.parallel else (bare.misnamed,)
+        return Unframed(beginnings, self._habits.calls.grammar(_closed(ask.functions), Choice("required", parallel=ask.parallel, strict=ask.strict)))
 
     def _sampling(self, ask: ChatAsk, ids: Sequence[int], grammar: GrammarSpec | None) -> SamplingParams:
         values: dict[str, Any] = self._defaults | dict(ask.sampling)

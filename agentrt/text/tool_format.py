@@ -13,11 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import regex
-
 from agentrt.errors import GrammarError, UserError
 from agentrt.request import GrammarSpec
-from agentrt.text.bare_call import bare_head
+from agentrt.text.bare_call import BareCalls, bare_calls
 
 Tool = Mapping[str, Any]
 
@@ -103,8 +101,8 @@ class CallFormat(Protocol):
         """A reader of one answer."""
         ...
 
-    def unframed(self, functions: Sequence[Tool]) -> regex.Pattern[str] | None:
-        """How an answer begins that is a call without its frame; None if a call cannot lack it."""
+    def bare_calls(self, functions: Sequence[Tool]) -> BareCalls | None:
+        """How answers begin that are calls without their frame; None if a call cannot lack it."""
         ...
 
 
@@ -153,16 +151,9 @@ class FramedFormat:
         """See `CallFormat.reader`."""
         return _FramedReader(self, functions)
 
-    def unframed(self, functions: Sequence[Tool]) -> regex.Pattern[str] | None:
-        """See `CallFormat.unframed`."""
-        if not self.bare:
-            return None
-        heads = [
-            bare_head(function["name"], self.name_key, self.arguments_key, escape=re.escape, fenced=fenced)
-            for function in functions
-            for fenced in (False, True)
-        ]
-        return regex.compile("|".join(heads))
+    def bare_calls(self, functions: Sequence[Tool]) -> BareCalls | None:
+        """See `CallFormat.bare_calls`."""
+        return bare_calls([function["name"] for function in functions], self.name_key, self.arguments_key) if self.bare else None
 
 
 def _dumped(functions: Sequence[Tool]) -> str:
@@ -172,7 +163,8 @@ def _dumped(functions: Sequence[Tool]) -> str:
 class _FramedReader:
     def __init__(self, form: FramedFormat, functions: Sequence[Tool]) -> None:
         key = re.escape
-        self._bare = form.unframed(functions)  # what only the beginning of an answer may be
+        bare = form.bare_calls(functions)
+        self._bare = None if bare is None else bare.offered  # what only the beginning of an answer may be
         string = r'"((?:[^"\\]|\\.)*)"'
         self._form = form
         self._head = re.compile(rf'\{{\s*"{key(form.name_key)}"\s*:\s*{string}\s*,\s*"{key(form.arguments_key)}"\s*:\s*(?=\S)')
@@ -406,8 +398,8 @@ class PythonicFormat:
         """See `CallFormat.reader`."""
         return _PythonicReader()
 
-    def unframed(self, functions: Sequence[Tool]) -> None:
-        """See `CallFormat.unframed`."""
+    def bare_calls(self, functions: Sequence[Tool]) -> None:
+        """See `CallFormat.bare_calls`."""
         return None
 
 
@@ -502,8 +494,8 @@ class Qwen3CoderFormat:
         """See `CallFormat.reader`."""
         return _XmlReader(functions)
 
-    def unframed(self, functions: Sequence[Tool]) -> None:
-        """See `CallFormat.unframed`."""
+    def bare_calls(self, functions: Sequence[Tool]) -> None:
+        """See `CallFormat.bare_calls`."""
         return None
 
 

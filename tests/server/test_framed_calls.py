@@ -1,4 +1,4 @@
-"""Where several calls may be made, one that lacks its frame is begun anew inside it, and nothing else is."""
+"""A call that lacks its frame, where more may follow or its tool is not there, is begun anew inside it, and nothing else is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ BODY = {"messages": [{"role": "user", "content": "Play two artists."}], "tools":
 CALL = '{"name": "play", "arguments": {"artist": "%s"}}'
 FENCED = "```json\n" + CALL % "A" + "\n```"
 FRAMED = "\n".join(f"<tool_call>\n{CALL % artist}\n</tool_call>" for artist in "AB")
-TEXTS = ["Hello.", '{"name": "Anna"}', "```json\n[1, 2]\n```", "```json\n{", "", f"So: {FENCED}"]
+MISNAMED = "```json\n" + CALL.replace("play", "music.play") % "A" + "\n```"
+TEXTS = ["Hello.", '{"name": "Anna"}', '{"name": "Anna", "arguments": ["for", "against"]}', "```json\n[1, 2]\n```", "```json\n{", "", f"So: {FENCED}"]
 
 
 def caller(prompt: str, request: Request) -> str:
@@ -27,9 +28,9 @@ def caller(prompt: str, request: Request) -> str:
 
 def unframed() -> Unframed:
     functions = [TOOL["function"]]
-    beginning = HERMES.unframed(functions)
-    assert beginning is not None
-    return Unframed(beginning, HERMES.grammar(functions, CallChoice("required")))
+    bare = HERMES.bare_calls(functions)
+    assert bare is not None
+    return Unframed((bare.offered, bare.misnamed), HERMES.grammar(functions, CallChoice("required")))
 
 
 def ask(**sampling) -> Request:
@@ -52,6 +53,22 @@ def test_over_http_two_calls_come_where_the_model_forgot_the_frame(serving):
     deltas = [choice["delta"] for each in choices for choice in each]
     assert [c["function"]["name"] for d in deltas for c in d.get("tool_calls", ()) if "name" in c["function"]] == ["play", "play"]
     assert not any(delta.get("content") for delta in deltas)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_call_of_a_tool_that_is_not_there_becomes_one_of_those_that_are(serving, parallel):
+    def mistaken(prompt: str, request: Request) -> str:
+        if request.sampling.grammar.option("tool_choice") == "auto":
+            return MISNAMED
+        assert request.sampling.grammar.option("parallel") is parallel
+        return FRAMED if parallel else FRAMED.partition("\n<tool_call>\n{")[0]
+
+    server = serving(mistaken)
+    with server.client() as http:
+        answer = http.post("/v1/chat/completions", json=BODY | {"parallel_tool_calls": parallel}).json()
+    message = answer["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == (["play", "play"] if parallel else ["play"])
+    assert message["content"] is None
 
 
 @pytest.mark.parametrize("text", TEXTS)
