@@ -1,7 +1,8 @@
 """Logits as blocks of 64, made ready to be chosen from: what may not be chosen is minus infinity, and the largest of each block is known.
 
-On a CPU a native kernel reads and writes each logit once (`kernels/cpu/logits.cpp`); elsewhere, and where it cannot be built,
-torch's operators do the same in several passes. Invariant: both give the same numbers, and a row's never depend on its neighbours.
+On a CPU a native kernel reads and writes each logit once (`kernels/cpu/logits.cpp`), and another sums a row's weights; elsewhere, and
+where they cannot be built, torch's operators do the same in several passes. Invariant: both forbid the same and find the same largest
+logits, weights agree to float32's rounding, and what a row gets never depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 64
+#: Below this, exp gives what float32 has no normal number for.
+_LIGHTEST = -87.0
+#: Logits whose weights are in memory at once.
+_PIECE = 1 << 20
+_NO_WORDS = np.empty((0, 0), dtype=np.uint32)
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -30,11 +36,14 @@ class LogitBlocks:
         values: float32 [rows, blocks, 64]; -inf for tokens that cannot be chosen, also in rows that are not finite.
         tops: float32 [rows, blocks]: the largest of each block.
         finite: bool [rows]: whether the model's logits were.
+        likeliest: int64 [rows]: the token with the largest logit, of equal ones the first; -1 where none may be chosen. Means nothing
+            in rows that are not finite.
     """
 
     values: Tensor
     tops: Tensor
     finite: Tensor
+    likeliest: Tensor
 
 
 class LogitBlocker:
@@ -68,9 +77,10 @@ class LogitBlocker:
     def _by_kernel(self, library: ctypes.CDLL, logits: Tensor, words: NDArray[np.uint32], mask_of_row: NDArray[np.int32]) -> LogitBlocks:
         values = logits.view(len(logits), -1, BLOCK)
         tops, finite = torch.empty(values.shape[:2]), torch.empty(len(logits), dtype=torch.bool)
-        addresses = (logits.data_ptr(), self._valid.ctypes.data, words.ctypes.data, mask_of_row.ctypes.data, tops.data_ptr(), finite.data_ptr())
-        library.agentrt_block_tops(*addresses, *values.shape[:2], torch.get_num_threads())
-        return LogitBlocks(values, tops, finite)
+        likeliest = torch.empty(len(logits), dtype=torch.int64)
+        given = (logits.data_ptr(), self._valid.ctypes.data, words.ctypes.data, mask_of_row.ctypes.data)
+        library.agentrt_block_tops(*given, tops.data_ptr(), finite.data_ptr(), likeliest.data_ptr(), *values.shape[:2], torch.get_num_threads())
+        return LogitBlocks(values, tops, finite, likeliest)
 
     def _by_torch(self, logits: Tensor, words: NDArray[np.uint32], mask_of_row: NDArray[np.int32]) -> LogitBlocks:
         finite = _finite(logits)
@@ -82,12 +92,63 @@ class LogitBlocker:
             added = _added(logits.device).index_select(0, codes).view(len(words), -1)
             logits.index_add_(0, rows, added)
         values = logits.view(len(logits), -1, BLOCK)
-        return LogitBlocks(values, values.amax(-1), finite)
+        tops = values.amax(-1)
+        return LogitBlocks(values, tops, finite, likeliest(values, tops).where(tops.amax(-1) > -torch.inf, -1))
+
+
+def likeliest(values: Tensor, tops: Tensor) -> Tensor:
+    """The token with the largest logit of each row, of equal ones the first: int64 [rows].
+
+    Args:
+        values, tops: As of `LogitBlocks`.
+    """
+    block = tops.argmax(-1)
+    inside = values[torch.arange(len(block), device=block.device), block].argmax(-1)
+    return block * BLOCK + inside
+
+
+def block_weights(values: Tensor, tops: Tensor, index: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
+    """exp((logit - peak) / temperature), summed in each block. A block without a token that weighs anything counts as nothing.
+
+    Args:
+        values, tops: As of `LogitBlocks`.
+        index: int64 [n], the rows.
+        peaks: float32 [n], at least the rows' largest logits.
+        temperatures: float32 [n], above 0.
+
+    Returns:
+        float32 [n, blocks].
+    """
+    library = _native() if values.device.type == "cpu" else None
+    if library is not None:
+        weights = torch.empty(len(index), tops.shape[1])
+        given = [each.contiguous() for each in (values, tops, index, peaks, temperatures)]
+        library.agentrt_block_weights(*(each.data_ptr() for each in given), weights.data_ptr(), *weights.shape, torch.get_num_threads())
+        return weights
+    rows = max(1, _PIECE // (tops.shape[1] * BLOCK))
+    pieces = zip(*(torch.split(each, rows) for each in (index, peaks, temperatures)), strict=True)
+    return torch.cat([_weights_by_torch(values, tops, *piece) for piece in pieces])
+
+
+def _weights_by_torch(values: Tensor, tops: Tensor, index: Tensor, peaks: Tensor, temperatures: Tensor) -> Tensor:
+    """Under a mask most blocks may weigh nothing, and they are not read; exponents are bounded, since exp takes ten times as long below."""
+    peaks, temperatures = peaks[:, None, None], temperatures[:, None, None]
+    some = (tops.index_select(0, index)[..., None] - peaks).div_(temperatures)[..., 0] > _LIGHTEST
+    place = torch.from_numpy(np.flatnonzero(some.cpu().numpy())).to(index.device)
+    if 2 * len(place) > some.numel():
+        weights = values.index_select(0, index).sub_(peaks).div_(temperatures).clamp_(min=_LIGHTEST).exp_().sum(-1)
+        return weights.where(some, 0)
+    row, block = place // some.shape[1], place % some.shape[1]
+    chosen = values.view(-1, BLOCK).index_select(0, index[row] * some.shape[1] + block)
+    weights = chosen.sub_(peaks[row, 0]).div_(temperatures[row, 0]).clamp_(min=_LIGHTEST).exp_().sum(-1)
+    return torch.zeros(some.numel(), device=index.device).index_copy_(0, place, weights).view(some.shape)
 
 
 def _stacked(masks: Sequence[NDArray[np.int32] | None], width: int) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
     """The masks there are, uint32 [n, width], and which of them is each row's, int32 [rows], -1 for none."""
     places = [index for index, mask in enumerate(masks) if mask is not None]
+    if not places:
+        return _NO_WORDS, np.full(len(masks), -1, dtype=np.int32)
     words, mask_of_row = np.zeros((len(places), width), dtype=np.uint32), np.full(len(masks), -1, dtype=np.int32)
     mask_of_row[places] = np.arange(len(places), dtype=np.int32)
     for row, place in zip(words, places, strict=True):
@@ -118,6 +179,6 @@ def _native() -> ctypes.CDLL | None:
     """The library with its function's types, or None."""
     library = load("logits")
     if library is not None:
-        library.agentrt_block_tops.argtypes = (*[_POINTER] * 6, _LONG, _LONG, _INT)
-        library.agentrt_block_tops.restype = None
+        for function, pointers in ((library.agentrt_block_tops, 7), (library.agentrt_block_weights, 6)):
+            function.argtypes, function.restype = (*[_POINTER] * pointers, _LONG, _LONG, _INT), None
     return library

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agentrt.engine.penalties import Penalties
 from agentrt.errors import AgentrtError, ConstraintError, NumericalError
-from agentrt.kernels.logit_blocks import BLOCK, LogitBlocker
+from agentrt.kernels.logit_blocks import BLOCK, LogitBlocker, block_weights, likeliest
 from agentrt.request import SamplingParams, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
@@ -33,10 +33,6 @@ _LOOKS = (64, 512)
 _SLACK = 8
 #: Below this temperature the likeliest token is taken: float32 logits divided by less say nothing more.
 _COLDEST = 1e-5
-#: Below this, exp gives what float32 has no normal number for.
-_LIGHTEST = -87.0
-#: Logits whose weights are in memory at once.
-_PIECE = 1 << 20
 _LARGEST = torch.finfo(torch.float32).max
 
 NOT_FINITE = "the model gave NaN or infinite logits for this request"
@@ -106,6 +102,8 @@ class Sampler:
             rows: How to choose, one per row.
         """
         blocks = self._blocker.blocks(logits, [row.mask for row in rows])
+        if all(_is_likeliest(row) for row in rows) and blocks.finite.all() and min(first := blocks.likeliest.tolist()) >= 0:
+            return [Choice(token) for token in first]
         grid = _Grid(blocks.values, blocks.tops)
         errors = _neutralised(grid, blocks.finite, NumericalError, NOT_FINITE)
         errors |= _neutralised(grid, grid.peaks() > -torch.inf, ConstraintError, NOTHING_ALLOWED)
@@ -220,9 +218,7 @@ class _Grid:
 
     def likeliest(self) -> Tensor:
         """The likeliest token of each row [rows]; of equal ones, the first."""
-        block = self.tops.argmax(-1)
-        inside = self.values[torch.arange(len(block), device=block.device), block].argmax(-1)
-        return block * BLOCK + inside
+        return likeliest(self.values, self.tops)
 
     def weights(self, index: Tensor, block: Tensor, temperature: Tensor) -> Tensor:
         """exp((logit - largest of the row) / temperature [n]) in one block [n] of each row at `index` [n]: float32 [n, 64]."""
@@ -231,26 +227,7 @@ class _Grid:
 
     def sums(self, index: Tensor, temperature: Tensor) -> Tensor:
         """The same weights summed in every block of the rows at `index` [n]: float64 [n, blocks]."""
-        peaks, colds = self.peaks()[index, None, None], temperature.float()[:, None, None]
-        rows = max(1, _PIECE // self.width)
-        pieces = zip(torch.split(index, rows), torch.split(peaks, rows), torch.split(colds, rows), strict=True)
-        return torch.cat([self._sums(piece, peak, cold) for piece, peak, cold in pieces]).double()
-
-    def _sums(self, index: Tensor, peaks: Tensor, colds: Tensor) -> Tensor:
-        """As `sums`, for peaks and temperatures [n, 1, 1]. A block without a token that weighs anything counts as nothing.
-
-        Under a mask most blocks may be such, and they are not read. Exponents are bounded, since exp takes ten times as long
-        where it gives what float32 has no normal number for.
-        """
-        some = (self.tops.index_select(0, index)[..., None] - peaks).div_(colds)[..., 0] > _LIGHTEST
-        place = torch.from_numpy(np.flatnonzero(some.cpu().numpy())).to(index.device)
-        if 2 * len(place) > some.numel():
-            weights = self.values.index_select(0, index).sub_(peaks).div_(colds).clamp_(min=_LIGHTEST).exp_().sum(-1)
-            return weights.where(some, 0)
-        row, block = place // some.shape[1], place % some.shape[1]
-        values = self.values.view(-1, BLOCK).index_select(0, index[row] * some.shape[1] + block)
-        weights = values.sub_(peaks[row, 0]).div_(colds[row, 0]).clamp_(min=_LIGHTEST).exp_().sum(-1)
-        return torch.zeros(some.numel(), device=index.device).index_copy_(0, place, weights).view(some.shape)
+        return block_weights(self.values, self.tops, index, self.peaks()[index], temperature.float()).double()
 
     def leaders(self, index: Tensor, k: int) -> _Leaders:
         """The k likeliest tokens of the rows at `index` [n]."""
@@ -289,6 +266,15 @@ def _neutralised(grid: _Grid, good: Tensor, kind: type[AgentrtError], message: s
         grid.tops[index] = 0
         errors[index] = kind(message)
     return errors
+
+
+def _is_likeliest(row: Row) -> bool:
+    """Whether the row takes the token with the largest of its logits as they are, and wants nothing else."""
+    return _is_greedy(row.sampling) and row.sampling.logprobs is None and not is_biased(row)
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < _COLDEST or sampling.top_k == 1
 
 
 def is_biased(row: Row) -> bool:
@@ -377,7 +363,7 @@ def _choose(grid: _Grid, rows: Sequence[Row]) -> list[int]:
     truncated: list[int] = []
     for index, row in enumerate(rows):
         sampling = row.sampling
-        if sampling.temperature >= _COLDEST and sampling.top_k != 1:
+        if not _is_greedy(sampling):
             (truncated if sampling.top_k or sampling.top_p < 1 or sampling.min_p else plain).append(index)
     for group, draw in ((plain, _draw_plain), (truncated, _draw_truncated)):
         if group:
