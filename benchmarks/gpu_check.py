@@ -290,7 +290,8 @@ class Steps:
         )
 
     def __call__(self, batch: ForwardBatch) -> list[int]:
-        """A step with greedy tokens, waited for."""
+        """A step with greedy tokens, waited for, and planned anew."""
+        batch.attention.prepared.clear()
         hidden = self._graphs.forward(batch) if self._graphs is not None else self._eager(batch)
         logits = self._model.logits(hidden)
         tokens: list[int] = sample(logits, ways_of(len(logits), logits.device)).tolist()
@@ -299,8 +300,6 @@ class Steps:
     def _eager(self, batch: ForwardBatch) -> Tensor:
         if self._sizes.device.type == "cuda":
             batch = batch.on(self._sizes.device, slots=False)
-        else:
-            batch.attention.prepared.clear()
         return self._model.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
 
     def seconds(self, batch: ForwardBatch, gpu: Gpu) -> float:

@@ -111,6 +111,10 @@ class FusedAttention(Attention, Protocol):
 class HostPlanned(Protocol):
     """Attention that works a step out on the host, and so wants its slots there; `AttentionBatch.slots` are on the CPU for it."""
 
+    def foresee(self, batch: AttentionBatch, window: int | None, /) -> None:
+        """Works out what does not depend on the slots of the new tokens, and keeps it in `batch.prepared`."""
+        ...
+
     def pack(self, batch: AttentionBatch, window: int | None, /) -> object:
         """Works a step out."""
         ...

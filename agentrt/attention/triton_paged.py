@@ -196,13 +196,24 @@ class TritonAttention:
         Returns:
             int32, no longer than needed (page tables come last, so that unused room for them need not be copied).
         """
+        self.foresee(batch, window)
+        lists = batch.prepared[TileLists, window]
+        assert isinstance(lists, TileLists)  # for the type checker
         tables = [slots.cpu().numpy()[:: self.page_size] // self.page_size for slots in batch.slots]
-        starts = np.cumsum([0, *(len(table) for table in tables)])
-        lists = tile_lists(batch.query_lengths, batch.context_lengths, starts[:-1].tolist(), batch.shared, window, self._limits)
-        sections = Sections.of(capacity or _needed(lists, int(starts[-1])))
-        host = np.zeros(sections.pages + int(starts[-1]), np.int32)
+        pages = sum(map(len, tables))
+        sections = Sections.of(capacity or _needed(lists, pages))
+        host = np.zeros(sections.pages + pages, np.int32)
         sections.fill(host, lists, tables)
         return host, sections
+
+    def foresee(self, batch: AttentionBatch, window: int | None) -> None:
+        """Makes a step's lists, which depend on lengths alone, unless they are there; `pack` puts page tables beside them."""
+        if (TileLists, window) in batch.prepared:
+            return
+        tables = [0, *(-(-len(slots) // self.page_size) for slots in batch.slots)]
+        starts = np.cumsum(tables)[:-1].tolist()
+        lists = tile_lists(batch.query_lengths, batch.context_lengths, starts, batch.shared, window, self._limits)
+        batch.prepared[TileLists, window] = lists
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """From a plan to tensors: the executor's memory of each sequence, and the batch that the model runs on.
 
-A plan says only what is new; the slots and the way to sample of every running sequence are kept here, in step with it.
+A plan says only what is new; the slots and the way to sample of every running sequence are kept here, in step with it. What does not
+depend on the tokens that a step samples can be worked out for the next one while a device runs it (`next_decode`): the same numbers, sooner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,11 +46,15 @@ class SequenceState:
     def place(self, start: int, slots: Slots) -> None:
         """Says where the positions from `start` on are."""
         stop = start + len(slots)
+        self.reserve(stop)
+        self.slots[start:stop] = slots
+
+    def reserve(self, stop: int) -> None:
+        """Makes room for the slots of positions up to `stop`, so that a view of them made now stays one."""
         if stop > len(self.slots):
             grown = np.zeros(max(stop, 2 * len(self.slots)), dtype=np.int64)
             grown[: len(self.slots)] = self.slots
             self.slots = grown
-        self.slots[start:stop] = slots
 
     def feed(self, run: Run) -> None:
         """Takes a run's tokens; what else lay beyond its start was a rejected draft."""
@@ -138,15 +144,59 @@ class ForwardBatch:
         sizes = [len(part) for part in parts]
         packed = torch.cat(parts, out=torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda"))
         token_ids, positions, new_slots, logits_rows, *rest = packed.to(device, non_blocking=True).split(sizes)
-        moved = replace(attention, new_slots=new_slots, slots=tuple(rest) if slots else attention.slots, prepared={})
+        moved = replace(attention, new_slots=new_slots, slots=tuple(rest) if slots else attention.slots, prepared=dict(attention.prepared))
         return ForwardBatch(token_ids, positions, moved, logits_rows, self.scored)
 
 
-def forward_batch(plan: StepPlan, states: SequenceStates) -> ForwardBatch:
-    """Makes the tensors of a step. The states must have applied the plan."""
+@dataclass(frozen=True, slots=True)
+class NextDecode:
+    """What is known of the next step while this one runs, should it be one token more of each of its sequences.
+
+    Attributes:
+        places: Sequence id and start of each run.
+        attention: Of that step, but for where its tokens will go: `new_slots` is empty, and the last of each run's slots is not set yet.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    attention: AttentionBatch
+
+    def is_start_of(self, plan: StepPlan) -> bool:
+        """Whether the plan is that step, and nobody's slots have changed."""
+        if plan.admitted or plan.remaps or len(plan.runs) != len(self.places):
+            return False
+        return all(
+            (run.sequence_id, run.start) == place and len(run.token_ids) == 1 for run, place in zip(plan.runs, self.places, strict=True)
+        )
+
+
+def next_decode(plan: StepPlan, states: SequenceStates) -> NextDecode | None:
+    """Works out the step after `plan`, which the states have applied; None if some sequence of it will not sample a token."""
+    if not all(run.sample_at for run in plan.runs):
+        return None
+    places = tuple((run.sequence_id, run.start + len(run.token_ids)) for run in plan.runs)
+    for sequence_id, start in places:
+        states[sequence_id].reserve(start + 1)
+    return NextDecode(places, _attention([(*place, 1) for place in places], states, torch.empty(0, dtype=torch.int64)))
+
+
+def _attention(runs: Iterable[tuple[int, int, int]], states: SequenceStates, new_slots: Tensor) -> AttentionBatch:
+    """Of runs given as sequence id, start and number of tokens."""
+    ids, context_lengths, query_lengths = zip(*runs, strict=True)
+    stops = [start + count for start, count in zip(context_lengths, query_lengths, strict=True)]
+    slots = tuple(torch.from_numpy(states[sequence_id].slots[:stop]) for sequence_id, stop in zip(ids, stops, strict=True))
+    return AttentionBatch(query_lengths, context_lengths, slots, new_slots, shared_prefixes(slots, context_lengths))
+
+
+def forward_batch(plan: StepPlan, states: SequenceStates, foreseen: NextDecode | None = None) -> ForwardBatch:
+    """Makes the tensors of a step. The states must have applied the plan.
+
+    Args:
+        plan: The step.
+        states: Of its sequences.
+        foreseen: What was worked out for it beforehand, if it turned out to be what was foreseen.
+    """
     token_ids: list[int] = []
     positions: list[NDArray[np.int64]] = []
-    slots: list[Tensor] = []
     new_slots: list[int] = []
     score_rows: list[int] = []
     sample_rows: list[int] = []
@@ -157,15 +207,11 @@ def forward_batch(plan: StepPlan, states: SequenceStates) -> ForwardBatch:
         token_ids.extend(run.token_ids)
         new_slots.extend(run.slots)
         positions.append(np.arange(run.start, run.start + count))
-        slots.append(torch.from_numpy(states[run.sequence_id].slots[: run.start + count]))
-    context_lengths = tuple(run.start for run in plan.runs)
-    attention = AttentionBatch(
-        query_lengths=tuple(len(run.token_ids) for run in plan.runs),
-        context_lengths=context_lengths,
-        slots=tuple(slots),
-        new_slots=torch.tensor(new_slots, dtype=torch.int64),
-        shared=shared_prefixes(slots, context_lengths),
-    )
+    written = torch.tensor(new_slots, dtype=torch.int64)
+    if foreseen is None:
+        attention = _attention([(run.sequence_id, run.start, len(run.token_ids)) for run in plan.runs], states, written)
+    else:
+        attention = replace(foreseen.attention, new_slots=written)
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=torch.from_numpy(np.concatenate(positions)),

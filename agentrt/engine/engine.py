@@ -1,7 +1,8 @@
 """The step loop: plan, run, sample, commit. One thread calls everything here.
 
 A request comes in as ids and leaves as deltas. Its grammar is compiled elsewhere, by threads of their own, and the
-request waits for it while others run.
+request waits for it while others run. A device that computes by itself is not left waiting for what its tokens do not need: what the
+step before gave is told, and who comes is taken in, once the next step is launched.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from agentrt.backend import FlushReport, Load, Tokenizer
 from agentrt.cache.prefix_cache import HotPath, PrefixCache
 from agentrt.engine.deadlines import Deadlines
-from agentrt.engine.executor import Executor
+from agentrt.engine.executor import Executor, PendingStep
 from agentrt.engine.live_request import LiveRequest, UnderWay
 from agentrt.engine.masks import MaskMaker
 from agentrt.engine.output import SampleOutput
@@ -26,7 +27,7 @@ from agentrt.grammar.healing import HealingCursor
 from agentrt.grammar.vocabulary import vocabulary_of
 from agentrt.observe.trace import TraceRecorder
 from agentrt.request import FinishReason, Request, TokenDelta, Usage
-from agentrt.scheduling.plan import Sampled
+from agentrt.scheduling.plan import Sampled, StepOutput, StepPlan
 from agentrt.scheduling.scheduler import Scheduler, Update
 from agentrt.scheduling.sequence import Cursor, Sequence
 
@@ -73,6 +74,9 @@ class EngineCore:
         self._live: dict[str, LiveRequest] = {}
         self._deadlines: Deadlines[LiveRequest] = Deadlines()
         self._next_sequence = 0
+        self._pending = False  # a step is launched and not committed
+        self._late: list[tuple[Sequence, AgentrtError | None]] = []  # to be aborted once it is
+        self._untold: list[Update] = []
         self._counts: Counter[str] = Counter()
         self._model_seconds = 0.0
         self._compile_seconds = 0.0
@@ -84,8 +88,8 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return self._scheduler.idle
+        """Whether there is nothing to do, nor anything to tell."""
+        return self._scheduler.idle and not self._untold
 
     def submit(self, request: Request, grammar: CompiledGrammar | None = None, arrival: float | None = None) -> None:
         """Takes a request; the next steps answer it. It was checked at the door, and its grammar is compiled.
@@ -145,6 +149,13 @@ class EngineCore:
         """Ends a request now, with `error` or FinishReason.ABORT; unknown ids are ignored."""
         live = self._live.get(request_id)
         for sequence in live.sequences if live else ():
+            self._abort(sequence, error)
+
+    def _abort(self, sequence: Sequence, error: AgentrtError | None = None) -> None:
+        """Ends a sequence, once its step is no longer pending."""
+        if self._pending:
+            self._late.append((sequence, error))
+        else:
             self._scheduler.abort(sequence, error)
 
     def never_started(self, request_id: str) -> TokenDelta:
@@ -155,32 +166,60 @@ class EngineCore:
         """Ends every request with `error`."""
         for request_id in list(self._live):
             self.abort(request_id, error)
-        return self._tell(self._scheduler.take_ended())
+        return self._tell(self._take_untold() + self._scheduler.take_ended())
 
-    def step(self) -> list[TokenDelta]:
-        """Runs one step, if there is anything to compute; returns what it gave."""
+    def step(self, meanwhile: Callable[[list[TokenDelta]], None] | None = None) -> list[TokenDelta]:
+        """Runs one step, if there is anything to compute; returns what it gave.
+
+        Args:
+            meanwhile: For a device that computes by itself: called when the step is launched, with what the step before gave. It may
+                submit and abort. What this step gives is then told in the next call, and not returned by this one.
+        """
         self._abort_overdue()
         plan = self._scheduler.plan()
         if plan is None:
-            return self._tell(self._scheduler.take_ended())
+            return self._tell(self._take_untold() + self._scheduler.take_ended())
         masks = self._masks.start(plan, self._scheduler.sequences())
         pending = self._executor.launch(plan)
+        overlapped = meanwhile if self._executor.asynchronous else None
+        if overlapped is not None:
+            self._overlap(pending, overlapped)
         made = masks.result()
         output = pending.finish(made.masks)
         for sequence_id, error in made.errors.items():
             output.sampled[sequence_id] = Sampled(error=error)
-        updates = self._scheduler.commit(plan, output)
-        self._masks.foresee(self._scheduler.sequences())
-        if self._recorder is not None:
-            self._recorder.step(((run.start, len(run.token_ids)) for run in plan.runs), output.seconds)
-        self._counts.update(steps=1, computed_tokens=plan.tokens)
-        self._model_seconds += output.seconds
+        updates = self._commit(plan, output)
+        if overlapped is not None:
+            self._untold, updates = updates, []
         deltas = self._tell(updates)
         if self._check:
             self.check()
         elif self._scheduler.idle:
             self._cache.check_counts(self._scheduler.private_pages)
         return deltas
+
+    def _overlap(self, pending: PendingStep, meanwhile: Callable[[list[TokenDelta]], None]) -> None:
+        """Does what the step's tokens are not needed for, while the device computes them."""
+        self._pending = True
+        meanwhile(self._tell(self._take_untold()))
+        pending.foresee()
+        self._pending = False
+
+    def _commit(self, plan: StepPlan, output: StepOutput) -> list[Update]:
+        updates = self._scheduler.commit(plan, output)
+        late, self._late = self._late, []
+        for sequence, error in late:
+            self._scheduler.abort(sequence, error)
+        self._masks.foresee(self._scheduler.sequences())
+        if self._recorder is not None:
+            self._recorder.step(((run.start, len(run.token_ids)) for run in plan.runs), output.seconds)
+        self._counts.update(steps=1, computed_tokens=plan.tokens)
+        self._model_seconds += output.seconds
+        return updates
+
+    def _take_untold(self) -> list[Update]:
+        untold, self._untold = self._untold, []
+        return untold
 
     def _tell(self, updates: list[Update]) -> list[TokenDelta]:
         """Turns updates into deltas; a request of which one sample failed ends with it."""
@@ -202,7 +241,7 @@ class EngineCore:
         if live.request.deadline is not None:
             self._deadlines.discard(live)
         for sequence in live.sequences:
-            self._scheduler.abort(sequence)
+            self._abort(sequence)
         if self._recorder is not None:
             self._recorder.ended(live.request.request_id, (tuple(s.token_ids[s.prompt_length :]) for s in live.sequences))
         usage = live.usage(now)

@@ -1,7 +1,8 @@
 """Runs plans: the one place where a plan becomes tensors and tensors become a `StepOutput`.
 
 `launch` starts a step and answers at once with a `PendingStep`; `finish` takes the grammars' masks, which were computed
-meanwhile, and samples. One process and one device now; the plan is all that several ranks would need.
+meanwhile, and samples. Where the device computes by itself, what can be known of the next step is worked out between the two.
+One process and one device now; the plan is all that several ranks would need.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrt.engine.batch import SequenceStates, forward_batch
+from agentrt.engine.batch import NextDecode, SequenceStates, forward_batch, next_decode
 from agentrt.engine.model_runner import ModelRunner
 from agentrt.engine.sampler import Choice, Row, Sampler
 from agentrt.request import TokenLogprob
@@ -28,6 +29,10 @@ Masks = Mapping[int, NDArray[np.int32]]
 class PendingStep(Protocol):
     """A step that was launched."""
 
+    def foresee(self) -> None:
+        """Works out what can be known of the next step before this one's tokens are."""
+        ...
+
     def finish(self, masks: Masks) -> StepOutput:
         """Samples, and waits for the result."""
         ...
@@ -35,6 +40,11 @@ class PendingStep(Protocol):
 
 class Executor(Protocol):
     """Runs steps, in order."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device computes while the host goes on: `launch` does not wait for it, `finish` does."""
+        ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Starts a step."""
@@ -55,15 +65,28 @@ class LocalExecutor:
         self._runner = runner
         self._sampler = sampler
         self._states = SequenceStates(vocab_size)
+        self._foreseen: NextDecode | None = None
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device is a GPU."""
+        return self._runner.device.type == "cuda"
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Computes the plan's tokens."""
         started = time.perf_counter()
         self._states.apply(plan)
-        batch = forward_batch(plan, self._states)
+        foreseen, self._foreseen = self._foreseen, None
+        batch = forward_batch(plan, self._states, foreseen if foreseen is not None and foreseen.is_start_of(plan) else None)
         hidden = self._runner.forward(batch)
         return _LocalStep(self, plan, hidden[: batch.scored], hidden[batch.scored :], started)
+
+    def foresee(self, plan: StepPlan) -> None:
+        """Works out the step after `plan`, as far as can be said before its tokens are known."""
+        self._foreseen = next_decode(plan, self._states)
+        if self._foreseen is not None:
+            self._runner.foresee(self._foreseen.attention)
 
     @torch.inference_mode()
     def finish(self, plan: StepPlan, to_score: Tensor, to_sample: Tensor, masks: Masks) -> StepOutput:
@@ -112,6 +135,9 @@ class _LocalStep:
         self._plan = plan
         self._hidden = (to_score, to_sample)
         self._started = started
+
+    def foresee(self) -> None:
+        self._executor.foresee(self._plan)
 
     def finish(self, masks: Masks) -> StepOutput:
         output = self._executor.finish(self._plan, *self._hidden, masks)

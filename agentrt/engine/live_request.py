@@ -61,11 +61,11 @@ class LiveRequest:
         self.over = False
 
     def deltas(self, update: Update, now: float) -> Iterator[TokenDelta]:
-        """What an update tells the caller; nothing once the request is over."""
+        """What an update tells the caller; nothing once the request is over. The sequence may have ended since the update."""
         if self.over:
             return
         sequence = update.sequence
-        if sequence.error is not None:
+        if update.ended and sequence.error is not None:
             yield self.fail(sequence.error)
             return
         if update.restarted:
@@ -107,8 +107,8 @@ class LiveRequest:
             forced=forced,
             logprobs=logprobs if self.request.sampling.logprobs is not None else None,
             prompt_logprobs=self._scores(sequence, update),
-            finish_reason=sequence.finish_reason,
-            stop_match=sequence.stop_match,
+            finish_reason=sequence.finish_reason if update.ended else None,
+            stop_match=sequence.stop_match if update.ended else None,
             usage=self.usage(now) if self.over else None,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrt.attention.base import Attention, HostPlanned
+from agentrt.attention.base import Attention, AttentionBatch, HostPlanned
 from agentrt.engine.batch import ForwardBatch
 from agentrt.engine.decode_graphs import DecodeGraphs
 from agentrt.engine.kv_store import KVStore
@@ -39,6 +39,7 @@ class ModelRunner:
         self._attention = attention
         self._graphs = graphs
         self._wants_slots = not isinstance(attention, HostPlanned)
+        self._windows = tuple(dict.fromkeys(model.config.windows))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Computes the batch's tokens and writes their KV; returns the hidden states of `logits_rows`: [rows, width]."""
@@ -48,6 +49,12 @@ class ModelRunner:
             batch = batch.on(self.device, slots=self._wants_slots)
         hidden = self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
         return hidden.index_select(0, batch.logits_rows)
+
+    def foresee(self, batch: AttentionBatch) -> None:
+        """Lets an attention that works steps out on the host do so for a step to come, but for where its tokens will go."""
+        if isinstance(self._attention, HostPlanned):
+            for window in self._windows:
+                self._attention.foresee(batch, window)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, width] to float32 logits [rows, vocab]."""

@@ -87,13 +87,18 @@ class Worker:
             while self._open:
                 self._take_messages()
                 if self._open:
-                    self._tell(self._core.step())
+                    self._tell(self._core.step(self._meanwhile))
             self._tell(self._core.abort_all(EngineError("the engine was shut down")))
         except Exception as error:
             self._send(("failed", EngineError(f"the engine stopped: {error!r}\n{traceback.format_exc()}")))
         finally:
             self._compilers.shutdown(wait=False, cancel_futures=True)
             self._core.close()
+
+    def _meanwhile(self, deltas: list[TokenDelta]) -> None:
+        """While a device computes."""
+        self._tell(deltas)
+        self._take_messages()
 
     def _tell(self, deltas: list[TokenDelta]) -> None:
         if deltas:
