@@ -335,7 +335,7 @@ def test_tools_offered_after_something_was_fed_come_in_a_message_of_their_own():
 # ----------------------------------------------------------------------- approval
 
 
-def wait_until(true, seconds=10.0):
+def wait_until(true, seconds=60.0):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited too long"

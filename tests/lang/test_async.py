@@ -13,7 +13,7 @@ from agentrt.lang.expressions import gen
 from agentrt.lang.program import function
 
 
-def wait_until(true, seconds=10.0):
+def wait_until(true, seconds=60.0):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited too long"

@@ -103,7 +103,7 @@ async def drain(pieces):
     return [piece async for piece in pieces]
 
 
-def wait_until(true, seconds=10.0):
+def wait_until(true, seconds=60.0):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited too long"

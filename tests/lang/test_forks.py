@@ -81,11 +81,12 @@ def test_1000_forks_of_one_prompt_compute_it_once_and_start_no_threads():
         return len(s["a"])
 
     backend = ScriptedBackend("x")
-    threads = threading.active_count()
+    others = set(threading.enumerate())  # of other tests' servers and engines; a server that is left feels its engine's pulse now and then
     assert program.run(backend=backend).ret_value == 1000
+    started = [thread for thread in threading.enumerate() if thread not in others and thread.name != "agentrt-pulse"]
     stats = backend.stats()
     assert stats["prompt_tokens"] - stats["cached_tokens"] <= 500 + 1000
-    assert threading.active_count() <= threads + 2
+    assert len(started) <= 2
 
 
 def test_first_takes_the_winners_and_cancels_the_losers():

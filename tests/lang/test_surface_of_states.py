@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 import agentrt as sgl
-from agentrt.backends.scripted import Answer, ScriptedBackend
+from agentrt.backends.scripted import ScriptedBackend
 from agentrt.errors import UserError
 
 
@@ -180,18 +181,25 @@ def test_join_refuses_an_unknown_mode(scripted):
         sgl.function(lambda s: s.fork(2).join("sideways")).run(backend=scripted)
 
 
-def test_the_engine_is_told_program_branch_and_what_will_be_forked(scripted):
+def test_the_engine_is_told_program_branch_and_what_will_be_forked():
+    forked = threading.Event()
+
     @sgl.function
     def program(s):
         s += "Q" + sgl.gen("a") + sgl.gen("b")
         forks = s.fork(3)
         forks += sgl.gen("c")
+        forked.set()
 
-    slow = ScriptedBackend(lambda t, r: Answer("x", delay=0.02))
-    state = program.run(backend=slow)
-    tags = [request.program for request in slow.requests]
+    def script(text, request):  # the first answer waits until the body has said what it will do
+        assert forked.wait(60)
+        return "x"
+
+    backend = ScriptedBackend(script)
+    state = program.run(backend=backend)
+    tags = [request.program for request in backend.requests]
     assert {tag.program for tag in tags} == {state._run.id}
     assert [tag.branch for tag in tags[:2]] == ["", ""]
     assert (tags[0].expected_calls, tags[1].expected_calls) == (1, 0)
     assert tags[1].will_fork == 3
-    assert slow.ended == [state._run.id]
+    assert backend.ended == [state._run.id]

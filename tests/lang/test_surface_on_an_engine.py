@@ -319,6 +319,11 @@ def test_1000_forks_of_one_500_token_prompt_compute_it_once_and_leave_memory_and
         forks.join()
         return len(s["x"])
 
+    others = set(threading.enumerate())  # of other tests' servers and engines; a server that is left feels its engine's pulse now and then
+
+    def started():
+        return [thread for thread in threading.enumerate() if thread not in others and thread.name != "agentrt-pulse"]
+
     def once():
         state = program.run(backend=backend, seed=1)
         assert state.ret_value == 1000
@@ -329,8 +334,7 @@ def test_1000_forks_of_one_500_token_prompt_compute_it_once_and_leave_memory_and
     prompt = totals["prompt_tokens"] // 1000
     assert 490 <= prompt <= 510
     assert totals["computed_tokens"] <= prompt + 1000  # every request computes its last token
-    threads = threading.active_count()
-    assert threads < 20
+    assert len(started()) <= 2
     tracemalloc.start()
     held = []
     for _ in range(3):
@@ -342,7 +346,7 @@ def test_1000_forks_of_one_500_token_prompt_compute_it_once_and_leave_memory_and
     tracemalloc.stop()
     assert held[2] - held[1] < 2_000_000  # a run that has ended is gone
     assert peak < 100_000_000
-    assert threading.active_count() <= threads
+    assert len(started()) <= 2  # as many as after the first run: what runs leave behind would be thousands
 
 
 @pytest.mark.filterwarnings("ignore:.*knows no tools")
