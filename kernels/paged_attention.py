@@ -45,13 +45,15 @@ class TileShape:
 def narrow_shape(head_dim: int, group: int) -> TileShape:
     """For runs of a token or a few: bound by memory, so few rows and deep pipelines; `group`: heads that share a KV head."""
     rows = max(16, triton.next_power_of_2(group))
+    if rows > 64:  # of one token already: what a wide tile takes
+        return wide_shape(head_dim, group)
     return TileShape(rows=rows, keys=64 if head_dim <= 128 else 32, warps=4, stages=3 if head_dim <= 128 else 2)
 
 
 def wide_shape(head_dim: int, group: int) -> TileShape:
     """For prefill chunks and shared prefixes: bound by arithmetic, so as many rows as registers hold."""
     if triton.next_power_of_2(group) > 64:
-        return TileShape(rows=triton.next_power_of_2(group), keys=32, warps=8, stages=2)
+        return TileShape(rows=triton.next_power_of_2(group), keys=64 if head_dim <= 64 else 32, warps=8, stages=2)
     if head_dim <= 64:
         return TileShape(rows=128, keys=64, warps=8, stages=3)
     if head_dim <= 128:
