@@ -126,9 +126,9 @@ class EngineConfig:
 
     Attributes:
         model: Short name, folder, .gguf file or "hf:org/name"; None: the default model.
-        dtype: Arithmetic of weights and activations. "int8" and "int4" (CPU): bits of the matrices' weights, multiplied with
-            activations of 8 bits, the rest in float32. "auto": "int4" for a model whose file holds it in few bits, as they
-            are (CPU), else bfloat16 where the processor multiplies it natively, else float32.
+        dtype: Arithmetic of weights and activations. "int8" and "int4": bits of the matrices' weights; on a CPU activations have 8
+            bits in the products and the rest is in float32, on a GPU they have 16 (this needs Triton). "auto": "int4" for a model
+            whose file holds it in few bits, as they are (CPU), else bfloat16 where the processor multiplies it natively, else float32.
         device: "auto", "cpu" or "cuda".
         attention: "torch": operators, anywhere. "triton": kernels, on a GPU. "auto": kernels
             where they can be had, Triton's on a GPU and native ones on a CPU.

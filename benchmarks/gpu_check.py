@@ -5,6 +5,7 @@
 It needs torch with CUDA, Triton and this checkout, installed or not. A model of Llama 3.2 1B's shape gets random bfloat16 weights in
 place. In this order: every kernel against its reference on the GPU itself (bfloat16 included, which the interpreter cannot do);
 decode steps at 1, 8, 64 and 256 sequences of 1,000 tokens, as captured graphs, launched one by one, and on torch's own attention;
+the same as graphs with the matrices in few bits, in each layout that a checkpoint may have;
 64 branches of one prompt of 4,000 tokens with the prefix read once and 64 times; prefill; each kernel's time against the floor that
 this very GPU sets (bytes at the speed of a large copy, operations at the speed of a large bfloat16 product, both measured first);
 and transformers' Llama, eager and SDPA, where it is installed. What fails or finds no time left is a line that says so; the table is
@@ -69,12 +70,17 @@ from agentrt.kernels.gate_up import gate_up, gate_up_reference
 from agentrt.kernels.int8_matmul import int8_matmul, int8_matmul_reference
 from agentrt.kernels.paged_attention import PagedKV, Scores, attend_reference
 from agentrt.kernels.q4_matmul import q4_matmul, q4_weight
+from agentrt.kernels.q8_matmul import q8_matmul, q8_weight
+from agentrt.kernels.quantized_linear import QuantizedWeight
 from agentrt.kernels.rms_norm import rms_norm, rms_norm_reference
 from agentrt.kernels.rotary_kv import rotate_and_write, rotate_reference
 from agentrt.kernels.sample import sample, sample_reference
 from agentrt.kernels.token_mask import mask_reference, mask_tokens
 from agentrt.models.config import ModelConfig
 from agentrt.models.decoder import Decoder, weight_shapes
+from agentrt.models.device_linear import DeviceLinears
+from agentrt.models.linear import dense
+from agentrt.models.quantized_checkpoint import AwqWeight, RowScaled
 
 SEED = 0
 PAGE = 16
@@ -229,14 +235,49 @@ class Sdpa:
         return scaled_dot_product_attention(rows, k, v, is_causal=causal, scale=spec.scale, enable_gqa=True).transpose(1, 2).reshape(q.shape)
 
 
-def make_model(sizes: Sizes) -> Decoder:
+def make_model(sizes: Sizes, layout: str | None = None) -> Decoder:
+    """Random weights; matrices in a layout of few bits, if one is named."""
     config = ModelConfig.from_hf(sizes.config())
     generator = torch.Generator(sizes.device).manual_seed(SEED)
     weights = {}
     for name, shape in weight_shapes(config).items():
+        if layout is not None and "_proj" in name:
+            weights[name] = torch.zeros(1).expand(shape)  # made below, not from this
+            continue
         weight = torch.empty(shape, dtype=sizes.dtype, device=sizes.device)
         weights[name] = weight.fill_(1.0) if len(shape) == 1 else weight.normal_(0, shape[1] ** -0.5, generator=generator)
-    return Decoder(config, weights)
+    return Decoder(config, weights, dense if layout is None else few_bits(layout, config, sizes.device))
+
+
+#: Bits of a weight, scales included, in the layouts that a checkpoint may have.
+LAYOUTS = {"q4": 5.0, "q8": 8.5, "awq": 4.16, "int8": 8.0, "fp8": 8.0}
+
+
+def few_bits(layout: str, config: ModelConfig, device: torch.device) -> DeviceLinears:
+    """Holds random matrices in that layout, and the head in groups of 8 bits."""
+    shapes = weight_shapes(config)
+
+    def grouped(name: str, values: Tensor) -> list[QuantizedWeight]:
+        del values
+        out, inputs = shapes["model.embed_tokens.weight" if "lm_head" in name else name]
+        scale = torch.full((out, inputs // 32), inputs**-0.5 / (40 if layout == "q8" or "lm_head" in name else 5), device=device)
+        if layout == "q8" or "lm_head" in name:
+            return [QuantizedWeight(inputs, torch.randint(-80, 81, (out, inputs // 32, 32), dtype=torch.int8, device=device), scale)]
+        return [QuantizedWeight(inputs, torch.randint(0, 16, (out, inputs // 32, 32), dtype=torch.uint8, device=device), scale, -7.5 * scale)]
+
+    def packed(name: str) -> list[AwqWeight] | list[RowScaled]:
+        if "lm_head" in name or layout in ("q4", "q8"):
+            return []
+        out, inputs = shapes[name]
+        if layout == "awq":
+            groups = max(inputs // 128, 1)
+            words = torch.randint(-(2**31), 2**31 - 1, (inputs, out // 8), dtype=torch.int32, device=device)
+            return [AwqWeight(words, words[:groups].clone(), torch.full((groups, out), inputs**-0.5 / 5, device=device).half())]
+        numbers = torch.randn(out, inputs, device=device)
+        codes = (numbers * 40).clamp(-127, 127).to(torch.int8) if layout == "int8" else numbers.to(torch.float8_e4m3fn)
+        return [RowScaled(codes, torch.full((out,), inputs**-0.5 / (40 if layout == "int8" else 1), device=device))]
+
+    return DeviceLinears(4 if layout in ("q4", "awq") else 8, grouped, packed, device)
 
 
 def decode_batch(runs: int, context: int, sizes: Sizes, *, shared: int = 0, scattered: bool = True) -> ForwardBatch:
@@ -396,6 +437,7 @@ def check_products(sizes: Sizes, rows: int) -> dict[str, float]:
     worst = {
         "int8": off(int8_matmul(x, int8, per_output), int8_matmul_reference(x, int8, per_output)),
         "q4": off(q4_matmul(x, codes, blocks, -8 * blocks), x.double() @ q4_weight(codes, blocks, -8 * blocks).T),
+        "q8": off(q8_matmul(x, int8, blocks), x.double() @ q8_weight(int8, blocks).T),
         "awq": off(awq_matmul(x, words, zeros, scales), x.double() @ awq_weight(words, zeros, scales)),
     }
     if sizes.device.type != "cuda" or torch.cuda.get_device_capability() >= (8, 9):
@@ -477,6 +519,24 @@ def measure_decode(report: Report, gpu: Gpu, model: Decoder, sizes: Sizes) -> No
             plain = decode_batch(runs, sizes.context, sizes, scattered=False)
             store = new_store(model.config, slots_of(plain), sizes)
             add(runs / Steps(model, store, Sdpa(runs), sizes, False).seconds(plain, gpu), "tokens/s", floor)
+
+
+def measure_few_bits(report: Report, gpu: Gpu, sizes: Sizes) -> None:
+    """The same decode steps, as graphs, with the matrices in few bits."""
+    for layout, bits in LAYOUTS.items():
+        if layout == "fp8" and gpu.cuda and torch.cuda.get_device_capability() < (8, 9):
+            continue
+        with report.section("decode", f"model in {layout}", needs=20):
+            model = make_model(sizes, layout)
+            head = sizes.vocab * sizes.width
+            shapes = weight_shapes(model.config).values()
+            matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2) - head
+            for runs in dict.fromkeys((sizes.batches[0], sizes.batches[-2])):
+                with report.section("decode", f"{runs} x {sizes.context} tokens in {layout}, graphs", needs=15) as add:
+                    batch = decode_batch(runs, sizes.context, sizes)
+                    store = new_store(model.config, slots_of(batch), sizes)
+                    read = (matrices * bits + head * LAYOUTS["q8"]) / 8 + kv_bytes(runs * sizes.context, sizes)
+                    add(runs / Steps(model, store, new_attention(sizes), sizes, True).seconds(batch, gpu), "tokens/s", runs / gpu.floor(read=read))
 
 
 def measure_branches(report: Report, gpu: Gpu, model: Decoder, sizes: Sizes) -> None:
@@ -583,6 +643,7 @@ def measure_kernels(report: Report, gpu: Gpu, sizes: Sizes) -> None:
         timed(f"torch's product, {shape}", lambda x=x, dense=dense: x @ dense.T, mlp * width * item + activations, operations)
         timed(f"int8 product, {shape}", lambda x=x, w=int8, s=outs: int8_matmul(x, w, s), mlp * width + activations, operations / 2)
         timed(f"q4 product, {shape}", lambda x=x, c=codes, b=blocks: q4_matmul(x, c, b, b), mlp * width * 0.625 + activations, operations)
+        timed(f"q8 product, {shape}", lambda x=x, c=int8, b=blocks: q8_matmul(x, c, b), mlp * width * 1.0625 + activations, operations)
         timed(f"awq product, {shape}", lambda x=x, c=words, z=zeros, s=scales: awq_matmul(x, c, z, s), mlp * width * 0.53 + activations, operations)
         if not gpu.cuda or torch.cuda.get_device_capability() >= (8, 9):
             fp8 = torch.randn(mlp, width, device=device).to(torch.float8_e4m3fn)
@@ -672,6 +733,7 @@ def main() -> int:
     measure_branches(report, gpu, model, sizes)
     measure_prefill(report, gpu, model, sizes)
     del model
+    measure_few_bits(report, gpu, sizes)
     measure_attention(report, gpu, sizes)
     measure_kernels(report, gpu, sizes)
     measure_transformers(report, gpu, sizes)

@@ -63,10 +63,10 @@ class QuantizedWeight:
         low = groups.amin(-1)
         high = groups.amax(-1)
         if bits == 8:
-            (scale,) = _compact(torch.maximum(high, -low) / 127)
+            (scale,) = compact(torch.maximum(high, -low) / 127)
             q = _divided(groups, scale).round_().clamp_(-127, 127).to(torch.int8)
             return cls(weight.shape[1], q, scale)
-        scale, minimum = _compact((high - low) / 15, low)
+        scale, minimum = compact((high - low) / 15, low)
         q = _divided(groups - minimum.float().unsqueeze(-1), scale).round_().clamp_(0, 15).to(torch.uint8)
         return cls(weight.shape[1], q, scale, minimum)
 
@@ -206,7 +206,7 @@ def _grouped(x: Tensor) -> Tensor:
     return (pad(x, (0, missing)) if missing else x).unflatten(1, (-1, GROUP))
 
 
-def _compact(*parts: Tensor) -> tuple[Tensor, ...]:
+def compact(*parts: Tensor) -> tuple[Tensor, ...]:
     """Float16 where that loses no more than its 11 bits, else float32; all parts alike."""
     smallest, largest = torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max
     fits = all(bool(((part == 0) | ((part.abs() >= smallest) & (part.abs() <= largest))).all()) for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ from agentrt.backend import EngineFacts
 from agentrt.cache.eviction import eviction_policy
 from agentrt.cache.page_pool import PagePool
 from agentrt.cache.prefix_cache import PrefixCache
-from agentrt.config import AttentionChoice, EngineConfig, SchedulerConfig
+from agentrt.config import EngineConfig, SchedulerConfig
 from agentrt.engine.engine import EngineCore
 from agentrt.engine.executor import LocalExecutor
 from agentrt.engine.kv_store import KVStore, bytes_per_token
@@ -47,12 +48,13 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     chosen = _chosen(config.dtype, device, folder)
-    dtype = _dtype(chosen)
-    bits = _bits(chosen, device)
-    model = load_model(folder, dtype, device, bits=bits)
+    bits = _bits(chosen)
+    triton = _on_triton(config, bits, device)
+    dtype = _dtype(chosen, device)
+    model = load_model(folder, dtype, device, bits=bits, triton=triton)
     max_context = min(model.config.max_context, config.max_context or model.config.max_context)
     page_size = config.cache.page_size or (1 if device.type == "cpu" else 16)
-    kv_dtype = _kv_dtype(dtype, bits, config.attention)
+    kv_dtype = _kv_dtype(dtype, bits, triton=triton)
     pages = max(_kv_tokens(config.cache.kv_tokens, model, kv_dtype, device) // page_size, 1)
     cache = PrefixCache(
         PagePool(pages, page_size),
@@ -113,30 +115,46 @@ def _chosen(name: str, device: torch.device, folder: Path) -> str:
     if name != "auto":
         return name
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        return _half()
     if is_fast() and holds_few_bits(folder):
         return "int4"
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
 
 
-def _dtype(chosen: str) -> torch.dtype:
-    """Of activations; the kernels of few bits take float32 and give it."""
-    dtype: torch.dtype = torch.float32 if chosen in ("int8", "int4") else getattr(torch, chosen)
+def _dtype(chosen: str, device: torch.device) -> torch.dtype:
+    """Of activations. A CPU's kernels of few bits take float32 and give it."""
+    if chosen in ("int8", "int4"):
+        chosen = _half() if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, chosen)
     return dtype
 
 
-def _kv_dtype(dtype: torch.dtype, bits: int | None, attention: AttentionChoice) -> torch.dtype:
-    """Of keys and values: under matrices of few bits float16, half of what a step has to read, and finer than what the matrices round to."""
-    return dtype if bits is None or attention == "triton" else torch.float16
+def _half() -> str:
+    """The better of 16 bits that a GPU multiplies."""
+    return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
 
 
-def _bits(name: str, device: torch.device) -> int | None:
+def _kv_dtype(dtype: torch.dtype, bits: int | None, *, triton: bool) -> torch.dtype:
+    """Of keys and values: under a CPU's matrices of few bits float16, half of what a step has to read, and finer than what they round to."""
+    return dtype if bits is None or triton else torch.float16
+
+
+def _bits(name: str) -> int | None:
     """Of a weight, where matrices are held quantised."""
-    if name not in ("int8", "int4"):
-        return None
-    if device.type != "cpu":
-        raise UserError(f"dtype is {name!r}, which runs on a CPU only; on {device} give float16 or bfloat16", param="dtype")
-    return int(name.removeprefix("int"))
+    return int(name.removeprefix("int")) if name in ("int8", "int4") else None
+
+
+def _on_triton(config: EngineConfig, bits: int | None, device: torch.device) -> bool:
+    """Whether matrices of few bits are multiplied by Triton's kernels: on a GPU, or in the interpreter if that is asked for."""
+    if bits is None or (device.type != "cuda" and config.attention != "triton"):
+        return False
+    if find_spec("triton") is None:
+        raise UserError(
+            f"dtype is {config.dtype!r}, whose products on a GPU are Triton's kernels, and Triton is not installed;"
+            " pip install 'agentrt[triton]', or give bfloat16 or float16",
+            param="dtype",
+        )
+    return True
 
 
 def _kv_tokens(asked: int | None, model: LoadedModel, dtype: torch.dtype, device: torch.device) -> int:

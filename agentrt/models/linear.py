@@ -22,6 +22,9 @@ LinearFactory = Callable[[str, Tensor, Tensor | None], Linear]  #: name, weight 
 #: The weight's name and float values -> its parts as a checkpoint has them quantised, rows in order; empty: it has not.
 StoredWeights = Callable[[str, Tensor], Sequence[QuantizedWeight]]
 
+#: One part and its bias -> what multiplies by it.
+Hold = Callable[[QuantizedWeight, Tensor | None], Linear]
+
 _HEAD = "lm_head"
 
 
@@ -38,15 +41,17 @@ class Quantized:
     in float, since a head's errors reach the logits at once. "8 bits" means 8 for every weight.
     """
 
-    def __init__(self, bits: int, stored: StoredWeights) -> None:
+    def __init__(self, bits: int, stored: StoredWeights, hold: Hold = quantized_linear) -> None:
         """A factory.
 
         Args:
             bits: 4 or 8.
             stored: What the checkpoint has.
+            hold: What multiplies: a CPU's kernel, unless told otherwise.
         """
         self._bits = bits
         self._stored = stored
+        self._hold = hold
 
     def __call__(self, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         """Holds one matrix."""
@@ -60,7 +65,7 @@ class Quantized:
             ]
         joined = _joined(parts)
         biases = [None] * len(joined) if bias is None else bias.split([part.q.shape[0] for part in joined])
-        linears = [quantized_linear(part, own) for part, own in zip(joined, biases, strict=True)]
+        linears = [self._hold(part, own) for part, own in zip(joined, biases, strict=True)]
         return linears[0] if len(linears) == 1 else SideBySide(linears)
 
 

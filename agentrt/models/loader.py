@@ -31,7 +31,7 @@ from agentrt.models.config import (
 from agentrt.models.decoder import Decoder, LayeredStore, weight_shapes
 from agentrt.models.gguf_blocks import GgufBlocks
 from agentrt.models.linear import LinearFactory, Quantized, dense
-from agentrt.models.quantized_checkpoint import Files, QuantizedFiles
+from agentrt.models.quantized_checkpoint import AwqWeight, Files, QuantizedFiles, RowScaled
 
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -129,6 +129,8 @@ def load_model(
     device: torch.device | str = "cpu",
     linear: LinearFactory = dense,
     bits: int | None = None,
+    *,
+    triton: bool = False,
 ) -> LoadedModel:
     """Loads a model from a folder in Hugging Face's layout, or one that agentrt converted from a GGUF file.
 
@@ -138,6 +140,7 @@ def load_model(
         device: Where to.
         linear: How the native decoder holds its matrices.
         bits: Of a weight: 4 or 8, as the folder has them quantised or quantised here, instead of `linear`. None: as `linear` says.
+        triton: Whether weights of few bits are multiplied by Triton's kernels, as on a GPU, or by a CPU's.
 
     Raises:
         ModelError: If the folder is incomplete or the model is one that agentrt does not run; says what and where.
@@ -152,8 +155,10 @@ def load_model(
         config = ModelConfig.from_hf(hf)
         with TensorFiles(folder) as files:
             stored = QuantizedFiles(files, hf["quantization_config"]) if hf.get("quantization_config") else files
-            weights = _FusedWeights(stored, config, dtype, device)
-            decoder = Decoder(config, weights, linear if bits is None else Quantized(bits, weights.stored))
+            weights = _FusedWeights(stored, config, dtype, device, exact=bits is not None)
+            if bits is not None:
+                linear = _few_bits(bits, weights, device, triton=triton)
+            decoder = Decoder(config, weights, linear)
     elif bits is not None:
         raise ModelError(
             f"{architecture_of(hf)} runs through transformers, whose matrices agentrt does not quantise; leave out dtype, or"
@@ -166,6 +171,14 @@ def load_model(
         decoder = load_adapter(folder, dtype, device)
         config = decoder.config
     return LoadedModel(decoder, config, GenerationDefaults.from_hf(generation, config.eos_ids))
+
+
+def _few_bits(bits: int, weights: _FusedWeights, device: torch.device, *, triton: bool) -> LinearFactory:
+    if not triton:
+        return Quantized(bits, weights.stored)
+    from agentrt.models.device_linear import DeviceLinears  # imports Triton
+
+    return DeviceLinears(bits, weights.stored, weights.packed, device)
 
 
 def holds_few_bits(folder: Path) -> bool:
@@ -244,13 +257,13 @@ class _FusedWeights(Mapping[str, Tensor]):
     """The files' tensors under the decoder's names: q, k and v in one, gate and up in one, in the dtype asked for.
 
     A tensor that is stored so already, in that dtype, is not copied. Others are made when they are asked for, so that
-    no more than one exists twice.
+    no more than one exists twice. With `exact`, matrices that are to be quantised come in float32, on the CPU.
     """
 
-    def __init__(self, files: Files, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, files: Files, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> None:
         if config.decoder is None:
             raise ValueError(f"{config.architecture} has no native decoder")
-        self._files, self._dtype, self._device = files, dtype, device
+        self._files, self._dtype, self._device, self._exact = files, dtype, device, exact
         self._shapes = weight_shapes(config)
         self._flags = _layout(files, config.decoder)
         self._blocks = GgufBlocks(files.folder)
@@ -258,7 +271,9 @@ class _FusedWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         parts = [self._files.read(stored) for stored in self._stored(name)]
-        parts = [part.to(self._device, self._dtype) for part in parts]
+        matrix = len(self._shapes[name]) == 2 and name != "model.embed_tokens.weight"
+        place = (torch.device("cpu"), torch.float32) if matrix and self._exact else (self._device, self._dtype)
+        parts = [part.to(*place) for part in parts]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         if tuple(tensor.shape) != self._shapes[name]:
             raise ModelError(
@@ -279,6 +294,17 @@ class _FusedWeights(Mapping[str, Tensor]):
             parts = [self._files.quantized(stored) for stored in self._stored(name)]
             return [] if None in parts else [part for part in parts if part is not None]
         return self._blocks("model.embed_tokens.weight" if name == "lm_head.weight" and self._flags.tied else name, values)
+
+    def packed(self, name: str) -> list[AwqWeight] | list[RowScaled]:
+        """A matrix as the folder has it packed, part by part; empty if not all of it is, in one way."""
+        if not isinstance(self._files, QuantizedFiles):
+            return []
+        parts = [self._files.packed(stored) for stored in self._stored(name)]
+        awq = [part for part in parts if isinstance(part, AwqWeight)]
+        scaled = [part for part in parts if isinstance(part, RowScaled)]
+        if len(awq) == len(parts) and len({part.zeros.shape[0] for part in awq}) == 1:
+            return awq
+        return scaled if len(scaled) == len(parts) and len({part.q.dtype for part in scaled}) == 1 else []
 
     def _stored(self, name: str) -> tuple[str, ...]:
         """Names in the files of what makes up a tensor of the decoder."""

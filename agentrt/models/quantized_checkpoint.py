@@ -26,6 +26,44 @@ _OF_ACTIVATIONS = ("input_scale", "k_scale", "v_scale", "q_scale")  #: For arith
 _SCALED_KINDS = ("float-quantized", "int-quantized", "naive-quantized")
 
 
+@dataclass(frozen=True, slots=True)
+class AwqWeight:
+    """A matrix as AWQ packs it; see `agentrt.kernels.awq_matmul`.
+
+    Attributes:
+        codes: int32 [in, out / 8].
+        zeros: int32 [groups, out / 8].
+        scales: float16 [groups, out].
+    """
+
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowScaled:
+    """A matrix of 8 bits with one scale an output.
+
+    Attributes:
+        q: float8_e4m3fn or int8 [out, in].
+        scale: float32 [out].
+    """
+
+    q: Tensor
+    scale: Tensor
+
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 8
+
+
 class Files(Protocol):
     """Tensors by name."""
 
@@ -80,6 +118,21 @@ class QuantizedFiles:
         """The tensor of that name in the kernels' format; None if the checkpoint has it in float or fp8."""
         return self._parts(name).compact() if name in self._packed else None
 
+    def packed(self, name: str) -> AwqWeight | RowScaled | None:
+        """The tensor of that name as it lies in the checkpoint, where that is a layout that a GPU's kernel multiplies."""
+        if name in self._packed:
+            stem = name.removesuffix("weight")
+            codes, zeros, scales = (self._files.read(f"{stem}{part}") for part in ("qweight", "qzeros", "scales"))
+            whole = self._packing.method == "awq" and codes.shape[0] // zeros.shape[0] % GROUP == 0
+            return AwqWeight(codes, zeros, scales) if whole else None
+        scale = self._scale(name)
+        if scale is None:
+            return None
+        weight = self._files.read(name)
+        if weight.dtype not in (torch.float8_e4m3fn, torch.int8) or not self._packing.by_row(weight, scale):
+            return None
+        return RowScaled(weight, scale.float().reshape(-1).expand(weight.shape[0]).contiguous())
+
     def _parts(self, name: str) -> _Grouped:
         stem = name.removesuffix("weight")
         g_idx = self._files.read(f"{stem}g_idx") if f"{stem}g_idx" in self._files else None
@@ -87,13 +140,19 @@ class QuantizedFiles:
 
     def _scaled(self, name: str, weight: Tensor) -> Tensor:
         """Weight times its scale, if it has one: of the tensor, of each row, or of each square block."""
-        for scale_name in _SCALE_NAMES:
-            stored = name.removesuffix("weight") + scale_name
-            if name.endswith(".weight") and stored in self._files:
-                return self._packing.scaled(weight, self._files.read(stored))
+        scale = self._scale(name)
+        if scale is not None:
+            return self._packing.scaled(weight, scale)
         if weight.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
             raise ModelError(f"{self.folder}: {name} is {weight.dtype} and has no scale beside it")
         return weight
+
+    def _scale(self, name: str) -> Tensor | None:
+        for scale_name in _SCALE_NAMES:
+            stored = name.removesuffix("weight") + scale_name
+            if name.endswith(".weight") and stored in self._files:
+                return self._files.read(stored)
+        return None
 
 
 class _Grouped:
@@ -174,6 +233,10 @@ class _Packing:
             q, zero = _unpacked(qweight.T.contiguous(), self.bits), _unpacked(qzeros, self.bits)
         group = torch.arange(q.shape[1]) // (self.group_size or q.shape[1]) if g_idx is None else g_idx
         return _Grouped(q, zero.T.to(torch.int16) + self.zero_plus, scales.T, group, self.bits)
+
+    def by_row(self, weight: Tensor, scale: Tensor) -> bool:
+        """Whether one scale, or a scale a row, is all there is."""
+        return (self.block is None or scale.dim() < 2) and scale.numel() in (1, weight.shape[0])
 
     def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
         """A matrix [out, in] times one scale, a scale a row, or a scale a block."""

@@ -7,6 +7,7 @@ import torch
 
 from agentrt import Engine, SamplingParams
 from agentrt.config import EngineConfig
+from agentrt.engine import assembly
 from agentrt.engine.assembly import build_engine
 from agentrt.errors import UserError
 from agentrt.text import load_tokenizer
@@ -31,8 +32,9 @@ def test_auto_leaves_a_float_model_in_float(tiny_model):
     assert facts.dtype in ("float32", "bfloat16", "float16")
 
 
-def test_few_bits_are_refused_on_a_gpu(tiny_model, monkeypatch):
+def test_few_bits_need_triton_on_a_gpu(tiny_model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(assembly, "find_spec", lambda name: None)
     config = EngineConfig(model=str(tiny_model), dtype="int4", device="cuda", threads=1)
-    with pytest.raises(UserError, match="runs on a CPU only"):
+    with pytest.raises(UserError, match=r"pip install 'agentrt\[triton\]'"):
         build_engine(config, tiny_model, load_tokenizer(str(tiny_model)))

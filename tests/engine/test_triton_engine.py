@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
+from agentrt.kernels.quantized_linear import QuantizedWeight
+from safetensors.torch import load_file, save_file
 
 import agentrt
 from agentrt import Engine, SamplingParams
@@ -27,7 +30,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 def answers(folder: Path, **options: object) -> list[list[int]]:
-    with Engine(str(folder), process=False, check=True, dtype="float32", kv_tokens=2048, threads=1, **options) as engine:
+    with Engine(str(folder), **{"process": False, "check": True, "dtype": "float32", "kv_tokens": 2048, "threads": 1, **options}) as engine:
         completions = engine.generate([[*PREFIX, 5, branch] for branch in range(2)], GREEDY)  # one prefix under two branches
         completions.append(engine.generate([1, 2, 3], SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=2)))
         completions.append(engine.generate("yes or no? ", SamplingParams(temperature=0, max_tokens=8, grammar=agentrt.GrammarSpec("choices", '["yes", "no"]'))))
@@ -38,6 +41,20 @@ def answers(folder: Path, **options: object) -> list[list[int]]:
 @pytest.mark.timeout(1500)
 def test_the_same_answers_as_on_torch(tiny_model):
     assert answers(tiny_model, attention="triton", page_size=16) == answers(tiny_model, attention="torch")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_few_bits_answer_as_what_they_mean(tiny_model, tmp_path, dtype):
+    """Quantised at load and multiplied by the kernels, beside the same numbers in float32 on torch's operators."""
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight") or "lm_head" in name:
+            weights[name] = QuantizedWeight.of(weight, 8 if dtype == "int8" or "lm_head" in name else 4).dequantize().contiguous()
+    save_file(weights, tmp_path / "model.safetensors")
+    assert answers(tiny_model, attention="triton", page_size=16, dtype=dtype) == answers(tmp_path, attention="torch")
 
 
 def step(store_slots: list[list[int]], tokens: list[int]) -> ForwardBatch:

@@ -17,6 +17,7 @@ from agentrt.kernels import (
     merge_parts,
     paged_attention,
     q4_matmul,
+    q8_matmul,
     rms_norm,
     rotary_kv,
     sample,
@@ -84,13 +85,18 @@ def _fp8(rows: int) -> Launch:
 
 def _q4(rows: int) -> Launch:
     x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 1024, dtype=torch.uint8)
-    scales = torch.empty(2048, 64, dtype=torch.bfloat16)
+    scales = torch.empty(2048, 64, dtype=torch.float16)  # as they are loaded
     return Launch(lambda: q4_matmul.q4_matmul(x, codes, scales, scales))
+
+
+def _q8(rows: int) -> Launch:
+    x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 2048, dtype=torch.int8)
+    return Launch(lambda: q8_matmul.q8_matmul(x, codes, torch.empty(2048, 64, dtype=torch.float16)))
 
 
 def _awq(rows: int) -> Launch:
     x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 256, dtype=torch.int32)
-    zeros, scales = torch.empty(16, 256, dtype=torch.int32), torch.empty(16, 2048, dtype=torch.bfloat16)
+    zeros, scales = torch.empty(16, 256, dtype=torch.int32), torch.empty(16, 2048, dtype=torch.float16)
     return Launch(lambda: awq_matmul.awq_matmul(x, codes, zeros, scales))
 
 
@@ -101,12 +107,6 @@ def _sample() -> None:
 def _mask() -> None:
     token_mask.mask_tokens(torch.empty(64, 128256), torch.empty(64, 4008, dtype=torch.int32), torch.empty(64, dtype=torch.int32))
 
-
-#: What is compiled in every run of the tests: one of each kernel.
-SAMPLE = (
-    "attention narrow 64", "attention wide 128", "merge 64", "rotary 64", "norm 2048", "gate_up silu", "int8 8", "fp8 8", "q4 8",
-    "awq 8", "sample", "mask",
-)  # fmt: skip
 
 LAUNCHES: dict[str, Launch] = {
     **{
@@ -132,6 +132,7 @@ LAUNCHES: dict[str, Launch] = {
     **{f"int8 {rows}": _int8(rows) for rows in (8, 64, 512)},
     **{f"fp8 {rows}": _fp8(rows) for rows in (8, 64, 512)},
     **{f"q4 {rows}": _q4(rows) for rows in (8, 64, 512)},
+    **{f"q8 {rows}": _q8(rows) for rows in (8, 64, 512)},
     **{f"awq {rows}": _awq(rows) for rows in (8, 64, 512)},
     "sample": Launch(_sample),
     "mask": Launch(_mask),

@@ -12,6 +12,7 @@ from agentrt.kernels.awq_matmul import awq_matmul, awq_weight
 from agentrt.kernels.fp8_matmul import fp8_matmul, fp8_matmul_reference, quantize_rows_fp8
 from agentrt.kernels.int8_matmul import int8_matmul, int8_matmul_reference, quantize_reference, quantize_rows
 from agentrt.kernels.q4_matmul import q4_matmul, q4_weight
+from agentrt.kernels.q8_matmul import q8_matmul, q8_weight
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
@@ -66,6 +67,14 @@ def test_q4(rows, dtype, generator):
     scales = (torch.rand(OUT, IN // 32, generator=generator) / 10).to(dtype)
     lows, bias = -scales * 7.5, torch.randn(OUT, generator=generator).to(dtype)
     agree(q4_matmul(x, codes, scales, lows, bias), x.double() @ q4_weight(codes, scales, lows).T + bias.double())
+
+
+@CASES
+def test_q8(rows, dtype, generator):
+    x = torch.randn(rows, IN, generator=generator).to(dtype)
+    codes = torch.randint(-127, 128, (OUT, IN), dtype=torch.int8, generator=generator)
+    scales, bias = (torch.rand(OUT, IN // 32, generator=generator) / 100).half(), torch.randn(OUT, generator=generator).to(dtype)
+    agree(q8_matmul(x, codes, scales, bias), x.double() @ q8_weight(codes, scales).T + bias.double())
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1], ids=str)

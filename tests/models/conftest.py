@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from agentrt.attention.base import Attention, AttentionBatch
 from agentrt.attention.torch_cpu import TorchAttention
@@ -152,3 +155,97 @@ def equal() -> Callable[..., None]:
 def paged() -> type[Paged]:
     """The small paged engine."""
     return Paged
+
+
+#: GPTQ and AWQ pack eight outputs or inputs, and a group has 32 inputs.
+QUANTISED_SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+
+
+def pack(values: torch.Tensor, bits: int, places: tuple[int, ...]) -> torch.Tensor:
+    """[rows, values] to int32 [rows, words]; the i-th of a word's values goes to places[i], counted from the lowest bits."""
+    words = torch.zeros(values.shape[0], values.shape[1] // len(places), dtype=torch.int64)
+    for i, place in enumerate(places):
+        words |= values[:, i :: len(places)].long() << (place * bits)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def gptq(weight: torch.Tensor, bits: int, *, group: int, plus: int, shuffled: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Quantises a matrix [out, in]; returns what is stored, and the values that it means."""
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(outputs)
+    groups = inputs // group
+    q = torch.randint(0, 1 << bits, (inputs, outputs), generator=generator)
+    zero = torch.full((groups, outputs), 128) if bits == 8 else torch.randint(1, 16, (groups, outputs), generator=generator)
+    scale = (torch.rand(groups, outputs, generator=generator) * 0.02 + 0.01).half()
+    g_idx = torch.arange(inputs) // group
+    if shuffled:
+        g_idx = g_idx[torch.randperm(inputs, generator=generator)]
+    places = tuple(range(32 // bits))
+    stored = {
+        "qweight": pack(q.T, bits, places).T.contiguous(),
+        "qzeros": pack(zero - plus, bits, places),
+        "scales": scale,
+        "g_idx": g_idx.to(torch.int32),
+    }
+    return stored, ((q - zero[g_idx]) * scale.float()[g_idx]).T.contiguous()
+
+
+def awq(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    stored, meant = gptq(weight, 4, group=32, plus=0, shuffled=False)
+    # The same values, packed along the output, in AWQ's order: outputs 0 2 4 6 1 3 5 7 from the lowest bits upwards.
+    places = (0, 4, 1, 5, 2, 6, 3, 7)
+    nibbles = torch.arange(8, dtype=torch.int32) * 4
+    q = ((stored["qweight"].unsqueeze(1) >> nibbles[:, None]) & 15).flatten(0, 1)
+    zero = ((stored["qzeros"].unsqueeze(-1) >> nibbles) & 15).flatten(1)
+    return {"qweight": pack(q, 4, places), "qzeros": pack(zero, 4, places), "scales": stored["scales"]}, meant
+
+
+def fp8(weight: torch.Tensor, block: tuple[int, int] | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    rows, columns = block or (1, weight.shape[1])
+    generator = torch.Generator().manual_seed(weight.shape[0])
+    scale = torch.rand(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns), generator=generator) * 0.01 + 0.01
+    spread = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
+    held = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": held, "weight_scale_inv" if block else "weight_scale": scale, "input_scale": torch.ones(1)}, held.float() * spread
+
+
+def int8(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    held = (weight / scale).round().to(torch.int8)
+    return {"weight": held, "weight_scale": scale}, held.float() * scale
+
+
+KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Any]]] = {
+    "gptq": (lambda w: gptq(w, 4, group=32, plus=1, shuffled=False), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq in act order": (lambda w: gptq(w, 4, group=32, plus=1, shuffled=True), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}),
+    "gptq of 8 bits": (lambda w: gptq(w, 8, group=32, plus=1, shuffled=False), {"quant_method": "gptq", "bits": 8, "group_size": 32}),
+    "gptq version 2": (lambda w: gptq(w, 4, group=32, plus=0, shuffled=False), {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "fp8": (lambda w: fp8(w, (64, 64)), {"quant_method": "fp8", "weight_block_size": [64, 64]}),
+    "compressed-tensors": (lambda w: fp8(w, None), {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    "compressed-tensors of int8": (int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
+}
+
+
+def write_quantised(folder: Path, model: Any, kind: str) -> None:
+    """Saves the model quantised in `folder`/stored, and what that means in `folder`/meant."""
+    pack_one, config = KINDS[kind]
+    for name in ("stored", "meant"):
+        model.save_pretrained(folder / name)
+    stored, meant = {}, {}
+    for name, tensor in load_file(folder / "meant" / "model.safetensors").items():
+        meant[name] = stored[name] = tensor
+        if name.endswith("_proj.weight"):
+            parts, meant[name] = pack_one(tensor)
+            del stored[name]
+            stored |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
+    save_file(meant, folder / "meant" / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, folder / "stored" / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "stored" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+
+
+@pytest.fixture
+def quantised(tiny: Callable[..., Any]) -> Callable[[Path, str], None]:
+    """Writes a tiny model quantised in one of `KINDS`, and what that means; see `write_quantised`."""
+    return lambda folder, kind: write_quantised(folder, tiny("Qwen2", **QUANTISED_SHAPE), kind)
