@@ -11,6 +11,7 @@ from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import AbortedError, RequestError
 from agentrt.lang.expressions import gen
 from agentrt.lang.program import function
+from agentrt.lang.waiting import wait
 
 
 def test_join_keeps_order_and_meta_info_whatever_the_order_of_ending():
@@ -111,17 +112,18 @@ def test_first_takes_the_winners_and_cancels_the_losers():
 
 
 class OneAfterTheOther(ScriptedBackend):
-    """Answers "x" to prompts by their last letters, in this order, each when the one before has ended."""
+    """Answers "x" to prompts by their last letters, in this order, each when the one before has ended; begins when it is told to."""
 
     def __init__(self, order):
         super().__init__("x")
-        self.order, self.held, self.guard = list(order), {}, threading.Lock()
+        self.order, self.held, self.begun = list(order), {}, False
 
     def submit(self, request, sink):
-        with self.guard:
-            self.held[self.tokenizer.decode(request.prompt_ids)[-1]] = (request, sink)
-            complete = len(self.held) == len(self.order)
-        if complete:
+        self.held[self.tokenizer.decode(request.prompt_ids)[-1]] = (request, sink)
+
+    def begin(self):
+        begun, self.begun = self.begun, True
+        if not begun:
             self.answer_next()
 
     def answer_next(self):
@@ -136,7 +138,24 @@ class OneAfterTheOther(ScriptedBackend):
             super().submit(request, told)
 
 
-def test_a_replay_takes_the_winners_that_were_recorded_whoever_is_first_now():
+@pytest.fixture
+def one_after_the_other(monkeypatch):
+    """Makes such backends. They begin when the program waits for the first answer: what ended before that has no order any more."""
+    made = []
+
+    def begin_and_wait(news):
+        made[-1].begin()
+        return wait(news)
+
+    def make(order):
+        made.append(OneAfterTheOther(order))
+        return made[-1]
+
+    monkeypatch.setattr("agentrt.lang.forks.wait", begin_and_wait)
+    return make
+
+
+def test_a_replay_takes_the_winners_that_were_recorded_whoever_is_first_now(one_after_the_other):
     @function
     def program(s):
         s += "Q"
@@ -146,10 +165,10 @@ def test_a_replay_takes_the_winners_that_were_recorded_whoever_is_first_now():
         (winner,) = forks.first(1)
         return winner.text()[1]
 
-    state = program.run(backend=OneAfterTheOther("102"))
+    state = program.run(backend=one_after_the_other("102"))
     assert state.ret_value == "1"
-    assert program.run(backend=OneAfterTheOther("201")).ret_value == "2"
-    assert program.replay(state.recording, backend=OneAfterTheOther("201")).ret_value == "1"
+    assert program.run(backend=one_after_the_other("201")).ret_value == "2"
+    assert program.replay(state.recording, backend=one_after_the_other("201")).ret_value == "1"
 
 
 def test_the_deadline_of_a_branch_ends_that_branch_alone():
@@ -186,7 +205,7 @@ def test_first_raises_when_too_few_branches_end_as_wanted():
         program.run(backend=ScriptedBackend("x"))
 
 
-def test_as_completed_yields_in_the_order_of_ending():
+def test_as_completed_yields_in_the_order_of_ending(one_after_the_other):
     @function
     def program(s):
         s += "Q"
@@ -195,4 +214,4 @@ def test_as_completed_yields_in_the_order_of_ending():
         forks += gen("a")
         return [s.text()[-2] for s in forks.as_completed()]
 
-    assert program.run(backend=OneAfterTheOther("120")).ret_value == ["1", "2", "0"]
+    assert program.run(backend=one_after_the_other("120")).ret_value == ["1", "2", "0"]
