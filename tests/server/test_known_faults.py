@@ -196,7 +196,7 @@ def test_an_abort_in_mid_prefill_leaves_nothing_wrong(http, model_server, wait_u
     answers = []
     thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6})))
     thread.start()
-    wait_until(lambda: len(model_server.service.flights) == 1)
+    wait_until(lambda: answers or len(model_server.service.flights) == 1)
     http.post("/abort", json={"abort_all": True})
     thread.join(60)
     assert answers[0].json()["choices"][0]["finish_reason"] in ("abort", "length")
@@ -205,9 +205,9 @@ def test_an_abort_in_mid_prefill_leaves_nothing_wrong(http, model_server, wait_u
 
 def test_a_deep_queue_aborted_at_once_leaks_nothing(http, model_server, wait_until):
     with ThreadPoolExecutor(40) as pool:
-        asked = [pool.submit(http.post, "/v1/completions", json={"prompt": f"Story {n}:", "max_tokens": 200}) for n in range(40)]
+        asked = [pool.submit(http.post, "/v1/completions", json={"prompt": f"Story {n}:", "max_tokens": 8000, "ignore_eos": True}) for n in range(40)]
         wait_until(lambda: len(model_server.service.flights) == 40, 60)
-        assert http.post("/abort", json={"abort_all": True}).json()["aborted"] >= 30
+        assert http.post("/abort", json={"abort_all": True}).json()["aborted"] == 40
         for answer in asked:
             assert answer.result(60).status_code == 200
     assert len(model_server.service.flights) == 0
@@ -223,8 +223,10 @@ def test_calls_cut_by_max_tokens_end_with_length(http):
 
 def test_two_streamed_calls_have_indices_and_ids_of_their_own(http):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}}
-    seen = []
-    for seed in range(4):
+    seen: list[int] = []
+    for seed in range(40):  # whether the model makes a second call is its own affair: a seed with which it does is looked for
+        if max(seen, default=0) > 1:
+            break
         body = {"messages": HI, "tools": [tool], "tool_choice": "required", "max_tokens": 70, "stream": True, "seed": seed, "temperature": 1.5}
         calls: dict[int, dict] = {}
         for line in lines_of(http.post("/v1/chat/completions", json=body)):

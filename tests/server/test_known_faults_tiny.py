@@ -19,8 +19,8 @@ PAGE, POOL = 16, 512
 def tiny(tiny_model, live):
     """A tiny random model behind HTTP with a pool of 32 pages, and the same with a pool that is never short."""
     with (
-        agentrt.Engine(str(tiny_model), page_size=PAGE, kv_tokens=POOL, threads=1, process=False, check=True) as short,
-        agentrt.Engine(str(tiny_model), page_size=PAGE, kv_tokens=8192, prefix_cache=False, threads=1, process=False) as ample,
+        agentrt.Engine(str(tiny_model), page_size=PAGE, kv_tokens=POOL, threads=1, dtype="float32", process=False, check=True) as short,
+        agentrt.Engine(str(tiny_model), page_size=PAGE, kv_tokens=8192, prefix_cache=False, threads=1, dtype="float32", process=False) as ample,
         live(short) as small,
         live(ample) as large,
     ):
@@ -29,19 +29,24 @@ def tiny(tiny_model, live):
 
 @pytest.fixture
 def ask(tiny):
-    """Asks (the small pool, the large pool) for greedy texts; afterwards the small one is idle and has lost no slot."""
+    """Asks (the small pool, the large pool) for greedy texts; afterwards the small one is idle and has lost no slot.
+
+    Some prompts come together in one call, so that they are there at the same time however fast the engine is. Gives each answer's ids, and
+    how many tokens were cached in each call.
+    """
     small, large = tiny
 
     def texts(server, prompts, together, max_tokens=24):
-        def one(prompt):
-            body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-            with server.client() as http:
+        said, cached = [], []
+        with server.client() as http:
+            for first in range(0, len(prompts), together):
+                some = prompts[first : first + together]
+                body = {"prompt": some, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
                 answer = http.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()["choices"][0]["token_ids"], answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-        with ThreadPoolExecutor(together) as pool:
-            return list(pool.map(one, prompts))
+                assert answer.status_code == 200, answer.text
+                said += [choice["token_ids"] for choice in answer.json()["choices"]]
+                cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return said, cached
 
     yield lambda prompts, together=1, **options: (texts(small, prompts, together, **options), texts(large, prompts, 1, **options))
     before = small.backend.stats()
@@ -56,10 +61,10 @@ def ids(seed, length):
 
 def test_a_tiny_pool_under_constant_eviction_equals_the_reference_and_starves_nobody(tiny, ask):
     prompts = [ids(number % 5, 90) + ids(number, 40) for number in range(24)]  # 24 times 154 tokens want a pool of 512
-    short, ample = ask(prompts, together=12)
-    assert [tokens for tokens, _ in short] == [tokens for tokens, _ in ample]
+    (short, cached), (ample, _) = ask(prompts, together=12)
+    assert short == ample
     assert tiny[0].backend.stats()["evicted_tokens"] > 0
-    assert any(cached for _, cached in short)
+    assert any(cached)
 
 
 def test_one_running_request_that_exhausts_the_pool_is_preempted_and_the_others_go_on(tiny, ask):
@@ -67,8 +72,8 @@ def test_one_running_request_that_exhausts_the_pool_is_preempted_and_the_others_
     engine.generate([[n] for n in range(150)], agentrt.SamplingParams(max_tokens=1))  # so that admission hopes for short answers
     before = engine.stats()["preemptions"]
     prompts = [ids(number, 60) for number in range(4)]  # each grows to 260 tokens: two fit, four do not
-    short, ample = ask(prompts, together=4, max_tokens=200)
-    assert [tokens for tokens, _ in short] == [tokens for tokens, _ in ample]
+    (short, _), (ample, _) = ask(prompts, together=4, max_tokens=200)
+    assert short == ample
     assert engine.stats()["preemptions"] > before
 
 
@@ -86,9 +91,9 @@ def test_what_fits_the_context_but_not_the_pool_is_a_400_with_both_numbers(tiny,
 
 def test_prefixes_that_part_inside_a_page_reuse_whole_pages_and_answer_right(ask):
     shared = ids(9, 3 * PAGE + 5)
-    short, ample = ask([shared + ids(1, 20), shared + ids(2, 20), shared[: PAGE + 3] + ids(3, 20)])
-    assert [tokens for tokens, _ in short] == [tokens for tokens, _ in ample]
-    assert [cached for _, cached in short] == [0, 3 * PAGE, PAGE]
+    (short, cached), (ample, _) = ask([shared + ids(1, 20), shared + ids(2, 20), shared[: PAGE + 3] + ids(3, 20)])
+    assert short == ample
+    assert cached == [0, 3 * PAGE, PAGE]
 
 
 EXTREME = [
