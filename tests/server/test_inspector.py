@@ -86,8 +86,8 @@ def test_it_shows_rates_the_tree_and_each_programs_report(page_of, model_server,
     nested = page.locator("prefix-tree ul ul .path")  # the tree parts where the questions do
     assert nested.count() >= 2
     assert re.search(r"from token 0; [1-9][0-9,]* tokens served; holds [0-9,]+, .*% of the pool", roots.first.text_content())
-    assert re.fullmatch(r"[1-9][0-9.]+ % since the start", tile(page, "hits").locator(".note").text_content())
-    assert re.fullmatch(r"[1-9][0-9.]+ % since the start", tile(page, "forced").locator(".note").text_content())
+    for name in ("hits", "forced"):  # some, however much else this server was asked before
+        assert re.fullmatch(r"(?!0\.0 )(<0\.1|[0-9]+\.[0-9]) % since the start", tile(page, name).locator(".note").text_content())
     page.locator("program-book summary", has_text="keeper").click()
     rows = page.locator("program-book details[open] tbody tr")
     rows.nth(2).wait_for()
@@ -106,7 +106,7 @@ def test_it_shows_rates_the_tree_and_each_programs_report(page_of, model_server,
 def test_it_shows_a_request_while_it_runs_and_what_it_reused(page_of, model_server, asked):
     page = page_of()
     ask = {"messages": [{"role": "system", "content": "You answer like a lighthouse keeper of few words."}, {"role": "user", "content": "Is it windy? Tell me all of it."}]}
-    with model_server.client() as http, http.stream("POST", "/v1/chat/completions", json=ask | {"stream": True, "max_tokens": 4000, "ignore_eos": True}) as answer:
+    with model_server.client() as http, http.stream("POST", "/v1/chat/completions", json=ask | {"stream": True, "max_tokens": 8000, "ignore_eos": True}) as answer:
         lines = answer.iter_lines()
         row = page.locator("#calls tbody tr").first
         for _ in itertools.takewhile(lambda _: not row.count(), lines):
@@ -124,8 +124,19 @@ def test_it_shows_a_request_while_it_runs_and_what_it_reused(page_of, model_serv
     assert page.locator("#recent tbody tr").first.locator("td").nth(1).text_content() in ("client_gone", "length")
 
 
+@pytest.fixture
+def held_ends(monkeypatch, model_server):
+    """The ends of answers, kept until they are let go: what is shown before that has come in a stream."""
+    kept, backend = [], model_server.backend
+    submit = backend.submit
+    monkeypatch.setattr(backend, "submit", lambda request, sink: submit(request, lambda delta: kept.append((sink, delta)) if delta.last else sink(delta)))
+    yield kept
+    for sink, delta in kept:
+        sink(delta)
+
+
 @pytest.mark.parametrize("kind", ["schema", "required"])
-def test_the_playground_is_used_by_keyboard_alone_and_streams(page_of, kind):
+def test_the_playground_is_used_by_keyboard_alone_and_streams(page_of, held_ends, kind):
     page = page_of()
     press = page.keyboard.press
     press("Tab")
@@ -140,21 +151,23 @@ def test_the_playground_is_used_by_keyboard_alone_and_streams(page_of, kind):
         press("Tab")
     page.keyboard.type({"schema": "JSON", "required": "Tools, one"}[kind])
     assert page.evaluate("document.activeElement.value") == kind
-    page.evaluate("""() => {
-        window.grown = [];
-        const answer = document.querySelector('play-ground pre');
-        new MutationObserver(() => window.grown.push(answer.textContent.length)).observe(answer, { childList: true, characterData: true, subtree: true });
-    }""")
     press("Shift+Tab")
     press("Control+Enter")
+    wait(page, "document.querySelector('play-ground pre').textContent.length > 8", 120)
+    begun = page.locator("play-ground pre").text_content()
+    assert page.locator("play-ground button", has_text="Stop").is_enabled()
+    while not held_ends:
+        page.wait_for_timeout(20)
+    sink, delta = held_ends.pop()
+    sink(delta)
     wait(page, "document.querySelector('play-ground pre').textContent.includes('prompt tokens')", 120)
     text = page.locator("play-ground pre").text_content()
+    assert text.startswith(begun)
     answer = text.split("\n\n—")[0].strip()
     if kind == "required":
         assert answer.startswith("→ get_weather ")
         answer = answer.removeprefix("→ get_weather ").split("\n")[0]
     assert set(json.loads(answer)) <= {"name", "age", "city", "days"}
-    assert len(set(page.evaluate("window.grown"))) > 3  # it came in pieces
     assert re.search(r"[1-9]\d* forced$", text)
     assert page.locator("play-ground button", has_text="Stop").is_disabled()
 
