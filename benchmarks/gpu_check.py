@@ -62,7 +62,7 @@ from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
 from agentrt.attention.sharing import shared_prefixes
 from agentrt.attention.triton_paged import TritonAttention
 from agentrt.engine.batch import ForwardBatch
-from agentrt.engine.decode_graphs import DecodeGraphs
+from agentrt.engine.step_graphs import StepGraphs
 from agentrt.engine.kv_store import KVStore
 from agentrt.kernels.awq_matmul import awq_matmul, awq_weight
 from agentrt.kernels.fp8_matmul import fp8_matmul, fp8_matmul_reference, quantize_rows_fp8
@@ -325,7 +325,7 @@ class Steps:
         self._model, self._store, self._attention, self._sizes = model, store, attention, sizes
         capture = None if sizes.device.type == "cuda" else (lambda step: step)
         self._graphs = (
-            DecodeGraphs(model.forward, store, attention, model.config.windows, most_runs=512, device=sizes.device, capture=capture)  # type: ignore[arg-type]
+            StepGraphs(model.forward, store, attention, model.config.windows, most_new=512, device=sizes.device, capture=capture)  # type: ignore[arg-type]
             if graphs
             else None
         )
@@ -341,7 +341,8 @@ class Steps:
     def _eager(self, batch: ForwardBatch) -> Tensor:
         if self._sizes.device.type == "cuda":
             batch = batch.on(self._sizes.device, slots=False)
-        return self._model.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
+        hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
+        return hidden.index_select(0, batch.logits_rows)
 
     def seconds(self, batch: ForwardBatch, gpu: Gpu) -> float:
         """Median seconds of a step, planning and waiting included."""
@@ -519,6 +520,33 @@ def measure_decode(report: Report, gpu: Gpu, model: Decoder, sizes: Sizes) -> No
             plain = decode_batch(runs, sizes.context, sizes, scattered=False)
             store = new_store(model.config, slots_of(plain), sizes)
             add(runs / Steps(model, store, Sdpa(runs), sizes, False).seconds(plain, gpu), "tokens/s", floor)
+
+
+def mixed_batch(runs: int, prompt: int, sizes: Sizes) -> ForwardBatch:
+    """Decodes, every other one with a forced token behind it, and a new prompt."""
+    decodes = decode_batch(runs, sizes.context, sizes)
+    news = (*(1 + run % 2 for run in range(runs)), prompt)
+    contexts = (*(sizes.context + 1 - new for new in news[:-1]), 0)
+    slots = (*decodes.attention.slots, torch.arange(slots_of(decodes), slots_of(decodes) + prompt))
+    fresh = torch.cat([own[context:] for own, context in zip(slots, contexts, strict=True)])
+    positions = torch.cat([torch.arange(context, context + new) for context, new in zip(contexts, news, strict=True)])
+    last = torch.tensor(news).cumsum(0) - 1
+    attention = AttentionBatch(news, contexts, slots, fresh, shared_prefixes(slots, contexts))
+    return ForwardBatch(torch.arange(len(fresh)) % sizes.vocab, positions, attention, last, 0)
+
+
+def measure_mixed(report: Report, gpu: Gpu, model: Decoder, sizes: Sizes) -> None:
+    """A small step of several kinds of runs, as one graph and launched: both must choose the same tokens."""
+    runs, prompt = sizes.batches[-2], min(64, sizes.prefill)
+    batch = mixed_batch(runs, prompt, sizes)
+    store = new_store(model.config, slots_of(batch), sizes)
+    chosen: dict[bool, list[int]] = {}
+    for graphs in (True, False):
+        with report.section("decode", f"{runs} decodes, forced tokens, a prompt of {prompt}, {'graph' if graphs else 'launched'}", needs=10) as add:
+            steps = Steps(model, store, new_attention(sizes), sizes, graphs)
+            chosen[graphs] = steps(batch)
+            note = "" if graphs or chosen.get(True) == chosen[graphs] else "not the same tokens"
+            add(steps.seconds(batch, gpu) * 1e3, "ms", note=note)
 
 
 def measure_few_bits(report: Report, gpu: Gpu, sizes: Sizes) -> None:
@@ -730,6 +758,7 @@ def main() -> int:
     check_all(report, sizes)
     model = make_model(sizes)
     measure_decode(report, gpu, model, sizes)
+    measure_mixed(report, gpu, model, sizes)
     measure_branches(report, gpu, model, sizes)
     measure_prefill(report, gpu, model, sizes)
     del model

@@ -141,21 +141,21 @@ class TritonAttention:
         return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
 
     def reserve(
-        self, batch: AttentionBatch, windows: Iterable[int | None], runs: int, tokens: int, *, pinned: bool
+        self, batch: AttentionBatch, windows: Iterable[int | None], new: int, seen: int, *, pinned: bool
     ) -> Callable[[AttentionBatch], None]:
-        """Makes room in `batch.prepared` for any step of one token a run, for whoever runs the same launches step after step.
+        """Makes room in `batch.prepared` for any step of so many tokens, for whoever runs the same launches step after step.
 
         Args:
             batch: What the launches are made with.
             windows: Of the model's layers.
-            runs: Most runs of a step.
-            tokens: Length of all sequences of a step together, at most.
+            new: Most new tokens of a step, and so most runs.
+            seen: Length of all sequences of a step together, at most.
             pinned: Whether to copy from pinned memory.
 
         Returns:
             Fills the room for a step.
         """
-        room = self.capacity(runs, tokens // self.page_size + runs)
+        room = self.capacity(new, seen // self.page_size + new)
         size = Sections.of(room).size
         places: list[tuple[int | None, Tensor, Tensor]] = []
         for window in windows:
@@ -171,15 +171,15 @@ class TritonAttention:
 
         return fill
 
-    def capacity(self, runs: int, pages: int) -> TileCapacity:
-        """Room for any step of at most so many runs of one token with at most so many pages, shared prefixes included."""
-        most = runs + self._limits.wanted  # splitting makes at most as many pieces more as are wanted
+    def capacity(self, new: int, pages: int) -> TileCapacity:
+        """Room for any step of at most so many new tokens with at most so many pages, whatever runs they are, shared prefixes included."""
+        most = new + self._limits.wanted  # a tile takes a token at least, and splitting makes at most as many pieces more as are wanted
         return TileCapacity(
-            tokens=runs,
-            rows=2 * runs,
+            tokens=new,
+            rows=2 * new,
             narrow=most,
             wide=most,
-            merged=runs,
+            merged=new,
             members=most + most * self._limits.wide_tokens,
             part_rows=most + most * self._limits.wide_tokens,
             pages=pages,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from agentrt.attention.base import Attention, AttentionBatch, HostPlanned
 from agentrt.engine.batch import ForwardBatch
-from agentrt.engine.decode_graphs import DecodeGraphs
 from agentrt.engine.kv_store import KVStore
 from agentrt.engine.sampler import token_logprob
+from agentrt.engine.step_graphs import StepGraphs
 from agentrt.models.loader import LoadedModel
 from agentrt.request import TokenLogprob
 
@@ -24,14 +24,14 @@ class ModelRunner:
     """A model, its KV store and its attention."""
 
     def __init__(
-        self, model: LoadedModel, store: KVStore, attention: Attention, device: torch.device, graphs: DecodeGraphs | None = None
+        self, model: LoadedModel, store: KVStore, attention: Attention, device: torch.device, graphs: StepGraphs | None = None
     ) -> None:
         """Puts them together; all on `device`.
 
         Args:
             model, store, attention: As they are.
             device: Where they are.
-            graphs: Captured decode steps of this very model, store and attention; None: every step is launched anew.
+            graphs: Captured steps of this very model, store and attention; None: every step is launched anew.
         """
         self.device = device
         self._decoder = model.decoder

@@ -16,9 +16,9 @@ from agentrt.attention.base import Attention
 from agentrt.attention.native_cpu import cpu_attention
 from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.config import AttentionChoice
-from agentrt.engine.decode_graphs import DecodeGraphs
 from agentrt.engine.kv_store import KVStore
 from agentrt.engine.sampler import Sampler
+from agentrt.engine.step_graphs import StepGraphs
 from agentrt.errors import UserError
 from agentrt.models.decoder import Decoder
 from agentrt.models.loader import LoadedModel
@@ -31,12 +31,12 @@ class StepParts:
     Attributes:
         attention: Over the paged store.
         sampler: The class of the sampler.
-        graphs: Captured decode steps, on a GPU.
+        graphs: Captured steps, on a GPU.
     """
 
     attention: Attention
     sampler: type[Sampler]
-    graphs: DecodeGraphs | None = None
+    graphs: StepGraphs | None = None
 
 
 def step_parts(choice: AttentionChoice, model: LoadedModel, store: KVStore, page_size: int, device: torch.device, max_running: int) -> StepParts:
@@ -78,5 +78,5 @@ def _on_triton(model: LoadedModel, store: KVStore, page_size: int, device: torch
     attention = TritonAttention(config.heads, config.kv_heads, config.head_dim, page_size, device)
     graphs = None
     if device.type == "cuda" and isinstance(model.decoder, Decoder):
-        graphs = DecodeGraphs(model.decoder.forward, store, attention, config.windows, most_runs=max_running, device=device)
+        graphs = StepGraphs(model.decoder.forward, store, attention, config.windows, most_new=max_running, device=device)
     return StepParts(attention, DeviceSampler, graphs)

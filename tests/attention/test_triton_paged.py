@@ -73,19 +73,19 @@ def test_equals_the_reference(page, kinds, shared):
 
 def test_lists_fit_a_fixed_room_whatever_the_step_is():
     attention = TritonAttention(HEADS, KV_HEADS, HEAD_DIM, 1, torch.device("cpu"))
-    room = attention.capacity(runs=12, pages=20_000)
-    for seed in range(30):
+    most = 60
+    room = attention.capacity(new=most, pages=60_000)
+    for seed in range(40):
         choice = random.Random(seed)
         shared = choice.choice((0, 130, 700))
-        kinds = [(1, shared + choice.choice((0, 1, 300, 900))) for _ in range(choice.randint(1, 12))]
+        news = [1] * 12 if seed % 2 else [choice.choice((1, 1, 1, 2, 7, 36)) for _ in range(20)]
+        kinds = [(new, shared + choice.choice((0, 1, 300, 900))) for place, new in enumerate(news) if sum(news[: place + 1]) <= most]
         batch, _ = make_batch(seed, 1, kinds, shared)
         for window in (None, 64):
             fixed, sections = attention.pack(batch, window, room)
             exact, fitting = attention.pack(batch, window)
-            assert fitting.capacity.narrow <= room.narrow
-            assert fitting.capacity.wide <= room.wide
-            assert fitting.capacity.members <= room.members
-            assert fitting.capacity.part_rows <= room.part_rows
+            for name in ("tokens", "rows", "narrow", "wide", "merged", "members", "part_rows", "pages"):
+                assert getattr(fitting.capacity, name) <= getattr(room, name), name
             assert fixed[sections.pages :].tolist() == exact[fitting.pages :].tolist()
             assert int((fixed[sections.narrow : sections.wide].reshape(-1)[1::6] > 0).sum()) == fitting.capacity.narrow
 
@@ -100,7 +100,7 @@ def test_a_step_in_a_fixed_room_is_the_same_step():
     spec = AttentionSpec(0.3)
     q, k, v = (torch.randn(5, heads, HEAD_DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
     expected = attention(q[:3], k[:3], v[:3], (store[0].clone(), store[1].clone()), batch, spec)
-    host, sections = attention.pack(batch, None, attention.capacity(runs=5, pages=3000))
+    host, sections = attention.pack(batch, None, attention.capacity(new=5, pages=3000))
     padded = AttentionBatch((1,) * 5, (0,) * 5, (), torch.cat((batch.new_slots, torch.tensor([-1, -1]))))
     padded.prepared[TritonAttention, None] = sections.on(torch.from_numpy(host))
     torch.testing.assert_close(attention(q, k, v, store, padded, spec)[:3], expected, atol=0, rtol=0)

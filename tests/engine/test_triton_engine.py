@@ -20,8 +20,8 @@ from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.attention.triton_paged import TritonAttention
 from agentrt.config import EngineConfig
 from agentrt.engine.batch import ForwardBatch
-from agentrt.engine.decode_graphs import DecodeGraphs
 from agentrt.engine.kv_store import KVStore
+from agentrt.engine.step_graphs import StepGraphs
 from agentrt.engine.step_parts import step_parts
 from agentrt.models.loader import load_model
 
@@ -66,6 +66,15 @@ def step(store_slots: list[list[int]], tokens: list[int]) -> ForwardBatch:
     return ForwardBatch(torch.tensor(tokens), torch.tensor(lengths), attention, torch.arange(len(tokens)), 0)
 
 
+def mixed(runs: list[tuple[list[int], int]], rows: list[int], scored: int) -> ForwardBatch:
+    """Runs given as the sequence's slots and how many of its tokens are new; which tokens' logits are wanted, and how many to score."""
+    news, contexts = tuple(new for _, new in runs), tuple(len(slots) - new for slots, new in runs)
+    fresh = torch.tensor([slot for slots, new in runs for slot in slots[len(slots) - new :]])
+    attention = AttentionBatch(news, contexts, tuple(torch.tensor(slots) for slots, _ in runs), fresh)
+    positions = torch.cat([torch.arange(context, context + new) for context, new in zip(contexts, news, strict=True)])
+    return ForwardBatch(torch.arange(7, 7 + len(fresh)), positions, attention, torch.tensor(rows, dtype=torch.int64), scored)
+
+
 @pytest.mark.slow
 @torch.inference_mode()
 def test_replayed_steps_are_the_steps(tiny_model):
@@ -88,20 +97,23 @@ def test_replayed_steps_are_the_steps(tiny_model):
     assert isinstance(attention, FusedAttention)
     assert isinstance(attention, HostPlanned)
     ours, theirs = new_store(), new_store()
-    graphs = DecodeGraphs(
-        model.decoder.forward, ours, attention, config.windows, most_runs=8, most_tokens=100, device=torch.device("cpu"), capture=capture
+    graphs = StepGraphs(
+        model.decoder.forward, ours, attention, config.windows, most_new=8, most_tokens=100, device=torch.device("cpu"), capture=capture
     )
     steps = [step([[3, 4, 9], [5], [60, 61]], [1, 2, 3]), step([[3, 4, 9, 10], [5, 11], [60, 61, 62], [1]], [4, 5, 6, 7]), step([[20, 30]], [9])]
+    steps.append(mixed([([3, 4, 9, 10, 12], 1), ([5, 11, 13, 14], 2)], [0, 2], 0))  # a decode and a forced run
+    steps.append(mixed([([40, 41, 42, 43, 44], 5), ([5, 11, 13, 14, 15], 1)], [1, 2, 4, 5], 2))  # a prompt, scored in part, and a decode
     for batch in steps:
         assert graphs.cover(batch)
         expected = model.decoder.forward(batch.token_ids, batch.positions, batch.attention, TorchAttention(), theirs)
-        torch.testing.assert_close(graphs.forward(batch), expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(graphs.forward(batch), expected[batch.logits_rows], atol=2e-4, rtol=1e-4)
         for layer in range(len(ours)):
             for mine, other in zip(ours[layer], theirs[layer], strict=True):
                 torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
-    assert len(captured) == 2  # sizes 4 and 1
+    assert len(captured) == 3  # 4 tokens, 1 and 8
     assert not graphs.cover(step([list(range(60)), list(range(60))], [1, 2]))  # more tokens than there is room for
     assert not graphs.cover(step([[1]] * 9, [1] * 9))
+    assert not graphs.cover(mixed([([40, 41, 42], 3)], [], 0))  # nobody would wait for it
 
 
 def test_triton_is_refused_where_it_cannot_run(monkeypatch):

@@ -1,11 +1,12 @@
-"""Decode steps as captured graphs: one launch for a whole step, where the host would else give out hundreds.
+"""Small steps as captured graphs: one launch for a whole step, where the host would else give out hundreds.
 
-A graph is a fixed sequence of kernels on fixed memory, so steps are padded to one of a few batch sizes, and what changes from
+A graph is a fixed sequence of kernels on fixed memory, so steps are padded to one of a few numbers of tokens, and what changes from
 step to step (tokens, positions, slots, attention's tiles) is copied into the memory that the graph reads. Padding has no slot, no
-tile and no reader. A graph is captured when its size is first wanted.
+tile and no reader. Which tokens are of one run is nowhere in the kernels but in the tiles, so a decode of each sequence, forced runs, drafts
+and the chunk of a prompt are one graph if they are as many tokens. It is captured when its size is first wanted.
 
 What is copied lies in pinned memory that the next step writes over: a step's tokens are waited for before the next is launched,
-and copies are done before tokens are.
+and copies are done before tokens are. A step that gives no token is not waited for, and so not run here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from agentrt.attention.base import Attention, AttentionBatch
 from agentrt.engine.batch import ForwardBatch
 from agentrt.models.decoder import LayeredStore
 
-#: Batch sizes that are captured; a step takes the next larger one.
+#: Numbers of tokens that are captured; a step takes the next larger one.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 #: A page table takes four bytes a page, in each captured size.
@@ -34,8 +35,8 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 class FixedAttention(Attention, Protocol):
     """Attention whose work on a step can be put into memory that stays; `agentrt.attention.triton_paged.TritonAttention` is one."""
 
-    def reserve(self, batch: AttentionBatch, windows: Iterable[int | None], runs: int, tokens: int, *, pinned: bool) -> Callable[[AttentionBatch], None]:
-        """Makes room in `batch.prepared` for any step of so many runs over so many tokens; the answer fills it for a step."""
+    def reserve(self, batch: AttentionBatch, windows: Iterable[int | None], new: int, seen: int, *, pinned: bool) -> Callable[[AttentionBatch], None]:
+        """Makes room in `batch.prepared` for any step of so many new tokens that see so many; the answer fills it for a step."""
         ...
 
 
@@ -49,8 +50,8 @@ class Step(Protocol):
         ...
 
 
-class DecodeGraphs:
-    """Captured decode steps of one model."""
+class StepGraphs:
+    """Captured steps of one model."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class DecodeGraphs:
         attention: FixedAttention,
         windows: Iterable[int | None],
         *,
-        most_runs: int,
+        most_new: int,
         most_tokens: int = MOST_TOKENS,
         device: torch.device,
         capture: Capture | None = None,
@@ -71,7 +72,7 @@ class DecodeGraphs:
             store: Keys and values.
             attention: How to attend.
             windows: Of the model's layers.
-            most_runs: Largest batch to capture.
+            most_new: Most new tokens of a step to capture.
             most_tokens: Length of all sequences of a batch together; steps with more are not covered.
             device: Where it runs.
             capture: How to capture; None: a CUDA graph.
@@ -80,27 +81,32 @@ class DecodeGraphs:
         self._store = store
         self._attention = attention
         self._windows = tuple(dict.fromkeys(windows))
-        self._sizes = [size for size in SIZES if size <= most_runs]
+        self._sizes = [size for size in SIZES if size <= most_new]
         self._most_tokens = most_tokens
         self._device = device
         self._capture = capture or CudaCapture()
         self._graphs: dict[int, _Graph] = {}
 
     def cover(self, batch: ForwardBatch) -> bool:
-        """Whether a step is one that a graph can run: one new token a run, every run sampled, none scored."""
-        runs = len(batch.attention.query_lengths)
-        if batch.scored or not self._sizes or runs > self._sizes[-1] or len(batch.token_ids) != runs or len(batch.logits_rows) != runs:
+        """Whether a graph can run a step: it is small, and some token's logits are wanted."""
+        new = len(batch.token_ids)
+        if not len(batch.logits_rows) or not self._sizes or new > self._sizes[-1]:
             return False
-        return sum(batch.attention.context_lengths) + runs <= self._most_tokens
+        return sum(batch.attention.context_lengths) + new <= self._most_tokens
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Runs a covered step; returns hidden states [runs, width], which the next step writes over."""
-        size = self._sizes[bisect_left(self._sizes, len(batch.token_ids))]
+        """Runs a covered step; returns the hidden states of `logits_rows` [rows, width], which the next step may write over."""
+        new = len(batch.token_ids)
+        size = self._sizes[bisect_left(self._sizes, new)]
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._graphs[size] = self._captured(size, batch)
         graph.fill(batch)
-        return graph.replay()[: len(batch.token_ids)]
+        hidden = graph.replay()
+        if len(batch.logits_rows) == new and not batch.scored:
+            return hidden[:new]  # one token of each sequence, and every one is sampled
+        rows = batch.logits_rows.pin_memory() if self._device.type == "cuda" else batch.logits_rows
+        return hidden.index_select(0, rows.to(self._device, non_blocking=True))
 
     def _captured(self, size: int, batch: ForwardBatch) -> _Graph:
         graph = _Graph(self._attention, self._windows, size, self._most_tokens, self._device)
@@ -129,11 +135,11 @@ class _Graph:
 
     def fill(self, batch: ForwardBatch) -> None:
         """Copies what changes from step to step."""
-        runs = len(batch.token_ids)
+        new = len(batch.token_ids)
         for row, numbers in zip(self._host, (batch.token_ids, batch.positions, batch.attention.new_slots), strict=True):
-            row[:runs] = numbers
-        self._host[:2, runs:] = 0
-        self._host[2, runs:] = -1  # written nowhere
+            row[:new] = numbers
+        self._host[:2, new:] = 0
+        self._host[2, new:] = -1  # written nowhere
         self.numbers.copy_(self._host, non_blocking=True)
         self._fill_attention(batch.attention)
 
