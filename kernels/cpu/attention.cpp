@@ -24,8 +24,13 @@ using namespace agentrt;
 
 constexpr int SEGMENT = 64;       // tokens that are read together
 constexpr int NEAR = 16;          // keys that all rows go through before the next
-constexpr int MOST_ROWS = 16;     // tokens that may read a segment together
-constexpr int64_t TILE = 16384;   // floats of q that such rows may have: as much again for their sums, and all fits the cache
+constexpr int PANEL = 2 * LANES;  // keys, or dimensions of values, that many rows go through before the next
+constexpr int SIX = 6;            // rows that do so at once: their sums with a panel of values fill the registers
+constexpr int MANY = 2 * SIX;     // rows for which panels are made: tokens times the query heads of a KV head
+constexpr int LONG = 16;          // tokens of a run from which on its KV heads are worked through apart
+constexpr int TOGETHER = 32;      // tokens that may read a segment together, all heads of them
+constexpr int APART = 64;         // the same, one KV head of them
+constexpr int64_t TILE = 24576;   // floats of q that such tokens may have: as much again for their sums, and all fits the cache
 constexpr int64_t SMALL = 60000;  // multiplications below which a second thread costs more than it saves
 
 }  // namespace
@@ -88,12 +93,13 @@ struct Row {
 struct Block {
     int64_t begin, count;  // of the plan's rows
     int64_t first, common, last;
+    bool apart = false;    // a task for each KV head
     int64_t partial = -1;  // where its segments' results lie, if several tasks share the block
 };
 
-/// Segments [first, last) of a block; `row` is -1 for those that all rows read, else whose.
+/// Segments [first, last) of a block; `row` is -1 for those that all rows read, else whose. `kv_head` is -1 for all of them.
 struct Task {
-    int64_t block, row, first, last;
+    int64_t block, row, first, last, kv_head = -1;
 };
 
 struct Plan {
@@ -114,7 +120,7 @@ class Planner {
 public:
     Planner(const AttentionShape& shape, const AttentionRuns& runs, Plan& plan)
         : shape_(shape), runs_(runs), plan_(plan), width_(shape.heads * padded(shape.head_dim)) {
-        most_ = std::clamp<int64_t>(TILE / width_, 1, MOST_ROWS);
+        most_ = std::clamp<int64_t>(TILE / width_, 1, TOGETHER);
     }
 
     void make() {
@@ -153,7 +159,7 @@ private:
             }
             // Fewer rows a block if threads would have nothing to do.
             const int64_t most = std::clamp<int64_t>((rows + shape_.threads - 1) / shape_.threads, 1, most_);
-            Block block{int64_t(plan_.rows.size()), 0, 0, common, common};
+            Block block{int64_t(plan_.rows.size()), 0, 0, common, common, false};
             for (int64_t i = 0; i < runs_.group_sizes[group]; ++i) {
                 const int64_t run = members[i], length = runs_.query_lengths[run];
                 if (length > most_) continue;  // read in blocks of their own, which is sharing enough
@@ -161,7 +167,7 @@ private:
                 if (!length) continue;
                 if (block.count && block.count + length > most) {
                     plan_.blocks.push_back(block);
-                    block = {int64_t(plan_.rows.size()), 0, 0, common, common};
+                    block = {int64_t(plan_.rows.size()), 0, 0, common, common, false};
                 }
                 add(run, 0, length);
                 block.count += length;
@@ -171,37 +177,49 @@ private:
     }
 
     void alone(int64_t run) {
-        for (int64_t token = 0; token < runs_.query_lengths[run]; token += most_) {
-            const int64_t count = std::min(most_, runs_.query_lengths[run] - token), begin = int64_t(plan_.rows.size());
+        const int64_t length = runs_.query_lengths[run];
+        const bool apart = length >= LONG;
+        int64_t most = most_;
+        if (apart) {  // enough tasks for the threads, if that leaves blocks that are worth it; all of about one size
+            most = std::clamp<int64_t>(TILE * shape_.kv_heads / width_, 1, APART);
+            most = std::min(most, std::max<int64_t>(length * shape_.kv_heads / (4 * shape_.threads), LONG));
+            const int64_t blocks = (length + most - 1) / most;
+            most = (length + blocks - 1) / blocks;
+        }
+        for (int64_t token = (length - 1) / most * most; token >= 0; token -= most) {  // the last see most: first
+            const int64_t count = std::min(most, length - token), begin = int64_t(plan_.rows.size());
             add(run, token, count);
             const int64_t last = segments(plan_.rows.back().stop);
-            plan_.blocks.push_back({begin, count, plan_.rows[size_t(begin)].first / SEGMENT, last, last});
+            plan_.blocks.push_back({begin, count, plan_.rows[size_t(begin)].first / SEGMENT, last, last, apart});
         }
     }
 
     /// Blocks become tasks; with too few of them for the threads, each is split.
     void divide() {
-        int64_t pieces = 0, room = 0;
+        int64_t pieces = 0, room = 0, tasks = 0;
         for (Block& block : plan_.blocks) {
             for (int64_t i = block.begin; i < block.begin + block.count; ++i)
                 block.last = std::max(block.last, segments(plan_.rows[size_t(i)].stop));
             pieces += block.last - block.first;
+            tasks += block.apart ? shape_.kv_heads : 1;
         }
-        const bool few = shape_.threads > 1 && plan_.multiplications > SMALL && int64_t(plan_.blocks.size()) < 4 * shape_.threads;
+        const bool few = shape_.threads > 1 && plan_.multiplications > SMALL && tasks < 4 * shape_.threads;
         const int64_t piece = std::max<int64_t>(1, pieces / (4 * shape_.threads));
         for (int64_t at = 0; at < int64_t(plan_.blocks.size()); ++at) {
             Block& block = plan_.blocks[size_t(at)];
             const int64_t count = block.last - block.first;
-            if (!few || count <= piece || block.count * count > 8192) {
+            if (block.apart) {
+                for (int64_t kv_head = 0; kv_head < shape_.kv_heads; ++kv_head) plan_.tasks.push_back({at, -1, block.first, block.last, kv_head});
+            } else if (!few || count <= piece || block.count * count > 8192) {
                 plan_.tasks.push_back({at, -1, block.first, block.last});
-                continue;
+            } else {
+                block.partial = room;
+                room += block.count * count * (width_ + 2 * shape_.heads);
+                plan_.split.push_back(at);
+                cut(at, -1, block.first, block.common, piece);
+                for (int64_t row = 0; row < block.count; ++row)
+                    cut(at, row, block.common, segments(plan_.rows[size_t(block.begin + row)].stop), piece);
             }
-            block.partial = room;
-            room += block.count * count * (width_ + 2 * shape_.heads);
-            plan_.split.push_back(at);
-            cut(at, -1, block.first, block.common, piece);
-            for (int64_t row = 0; row < block.count; ++row)
-                cut(at, row, block.common, segments(plan_.rows[size_t(block.begin + row)].stop), piece);
         }
         if (int64_t(plan_.partial.size()) < room) plan_.partial.resize(size_t(room));
     }
@@ -217,14 +235,78 @@ private:
     std::vector<bool> grouped_;
 };
 
+/// Rows that go through a panel together: heads of tokens [first, last], by their place among the heads of a block; for the first KV head.
+struct Six {
+    int64_t count, first, last;
+    int64_t head[SIX];
+};
+
 /// A thread's memory; kept, since fresh memory costs page faults.
 struct Scratch {
-    std::vector<float> q, sums, folded, scores, tile, peaks, weights, folded_peaks, folded_weights, before, now;
+    std::vector<float> q, sums, folded, scores, tile, panels, peaks, weights, folded_peaks, folded_weights, before, now;
+    std::vector<Six> sixes;
 
-    static void hold(std::vector<float>& memory, int64_t size) {
+    template <typename Item>
+    static void hold(std::vector<Item>& memory, int64_t size) {
         if (int64_t(memory.size()) < size) memory.resize(size_t(size));
     }
 };
+
+/// Scores of rows of q with panels of keys, each [chain * LANES dimensions, PANEL], each summed as `dots` does it: first what one lane of a vector of
+/// dimensions would see, then lanes in the order of `sums_of_four`. Three rows, since memory is no place for what has been summed so far: a store
+/// makes every later load from the same place in another page wait.
+template <int ROWS, int CHAIN>
+__attribute__((noinline)) void panel_scores(const float* const* queries, const float* keys, int64_t chain, int64_t count, float* const* scores) {
+    static_assert(LANES % 4 == 0);
+    if (CHAIN) chain = CHAIN;
+    const float* q[ROWS];
+    for (int row = 0; row < ROWS; ++row) q[row] = queries[row];
+    for (int64_t panel = 0; panel < count; panel += PANEL, keys += chain * LANES * PANEL) {
+        Floats total[ROWS][2];
+        for (int four = 0; four < LANES; four += 4) {
+            Floats sums[ROWS][2];
+#pragma GCC unroll 4
+            for (int lane = 0; lane < 4; ++lane) {
+                Floats products[ROWS][2];
+                for (int row = 0; row < ROWS; ++row) products[row][0] = products[row][1] = Floats{};
+                const float* key = keys + (four + lane) * PANEL;
+                int64_t i = four + lane;
+#pragma GCC unroll 8
+                for (int64_t left = chain; left > 0; --left, i += LANES, key += LANES * PANEL) {
+                    const Floats first = held(load(key)), second = held(load(key + LANES));
+                    for (int row = 0; row < ROWS; ++row) {
+                        const Floats value = held(all(q[row][i]));
+                        products[row][0] = multiply_add(value, first, products[row][0]);
+                        products[row][1] = multiply_add(value, second, products[row][1]);
+                    }
+                }
+                for (int row = 0; row < ROWS; ++row)
+                    for (int j = 0; j < 2; ++j) sums[row][j] = lane ? sums[row][j] + products[row][j] : products[row][j];
+            }
+            for (int row = 0; row < ROWS; ++row)
+                for (int j = 0; j < 2; ++j) total[row][j] = four ? total[row][j] + sums[row][j] : sums[row][j];
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int j = 0; j < 2; ++j) store(scores[row] + panel + j * LANES, total[row][j]);
+    }
+}
+
+/// Sums of a panel of values [keys, PANEL], weighted, a key after the other.
+template <int ROWS, int VECTORS>
+__attribute__((always_inline)) inline void panel_sums(const float* const* weights, const float* values, int64_t keys, Floats (&sums)[ROWS][VECTORS]) {
+    const float* of[ROWS];
+    for (int row = 0; row < ROWS; ++row) of[row] = weights[row];
+    for (int row = 0; row < ROWS; ++row)
+        for (int j = 0; j < VECTORS; ++j) sums[row][j] = Floats{};
+    for (int64_t key = 0; key < keys; ++key) {
+        Floats v[VECTORS];
+        for (int j = 0; j < VECTORS; ++j) v[j] = held(load(values + key * PANEL + j * LANES));
+        for (int row = 0; row < ROWS; ++row) {
+            const Floats weight = held(all(of[row][key]));
+            for (int j = 0; j < VECTORS; ++j) sums[row][j] = multiply_add(weight, v[j], sums[row][j]);
+        }
+    }
+}
 
 /// The arithmetic, for keys and values of type T.
 template <typename T>
@@ -233,14 +315,17 @@ public:
     Kernel(const AttentionShape& shape, const Tensors& tensors, Plan& plan, Scratch& scratch)
         : shape_(shape), tensors_(tensors), plan_(plan), own_(scratch), padded_(padded(shape.head_dim)), group_(shape.heads / shape.kv_heads),
           slot_(shape.kv_heads * shape.head_dim), whole_vectors_(padded_ == shape.head_dim) {
-        const int64_t rows = MOST_ROWS * shape.heads;
-        Scratch::hold(own_.q, rows * padded_);
+        const int64_t rows = std::max(TOGETHER * shape.heads, APART * group_);
+        Scratch::hold(own_.q, std::max(rows * padded_, slot_));
         Scratch::hold(own_.sums, rows * padded_);
         Scratch::hold(own_.folded, rows * padded_);
         Scratch::hold(own_.scores, rows * SEGMENT);
         Scratch::hold(own_.tile, SEGMENT * shape.kv_heads * padded_);
+        Scratch::hold(own_.panels, SEGMENT * (padded_ + LANES));
+        Scratch::hold(own_.sixes, (std::max(TOGETHER, APART) * group_ + SIX - 1) / SIX);
         for (auto* memory : {&own_.peaks, &own_.weights, &own_.folded_peaks, &own_.folded_weights, &own_.before, &own_.now})
             Scratch::hold(*memory, rows + LANES);
+        take(-1);
     }
 
     /// Writes a new token's key, turned by its angles, and its value.
@@ -254,6 +339,7 @@ public:
     void run(const Task& task) {
         const Block& block = plan_.blocks[size_t(task.block)];
         const Row* rows = plan_.rows.data() + block.begin;
+        take(task.kv_head);
         if (block.partial >= 0) {
             const bool common = task.row < 0;
             part(block, rows, common ? 0 : task.row, common ? block.count : 1, task.first, task.last);
@@ -265,6 +351,7 @@ public:
     /// Folds what the tasks of a split block left.
     void merge(const Block& block) {
         const Row* rows = plan_.rows.data() + block.begin;
+        take(-1);
         for (int64_t row = 0; row < block.count; ++row) {
             begin_fold(row, 1);
             for (int64_t segment = block.first; segment < segments(rows[row].stop); ++segment) {
@@ -278,6 +365,14 @@ public:
     }
 
 private:
+    /// What follows is about this KV head and those that read it; -1: about all.
+    void take(int64_t kv_head) {
+        kv_heads_ = kv_head < 0 ? shape_.kv_heads : 1;
+        heads_ = kv_heads_ * group_;
+        first_ = std::max<int64_t>(kv_head, 0);
+        arranged_count_ = 0;
+    }
+
     template <typename From>
     void write_token(const AttentionRuns& runs, int64_t token) {
         const From *k = static_cast<const From*>(tensors_.k) + token * shape_.k_stride, *v = static_cast<const From*>(tensors_.v) + token * shape_.v_stride;
@@ -319,22 +414,22 @@ private:
             attend<false>(rows, row, count, segment, segment + 1 < last);
             for (int64_t i = row; i < row + count; ++i) {
                 float* result = partial(block, i, segment);
-                std::copy_n(own_.peaks.data() + i * shape_.heads, shape_.heads, result);
-                std::copy_n(own_.weights.data() + i * shape_.heads, shape_.heads, result + shape_.heads);
-                std::copy_n(own_.sums.data() + i * shape_.heads * padded_, shape_.heads * padded_, result + 2 * shape_.heads);
+                std::copy_n(own_.peaks.data() + i * heads_, heads_, result);
+                std::copy_n(own_.weights.data() + i * heads_, heads_, result + heads_);
+                std::copy_n(own_.sums.data() + i * heads_ * padded_, heads_ * padded_, result + 2 * heads_);
             }
         }
     }
 
     float* partial(const Block& block, int64_t row, int64_t segment) const {
         const int64_t place = row * (block.last - block.first) + segment - block.first;
-        return plan_.partial.data() + block.partial + place * shape_.heads * (padded_ + 2);
+        return plan_.partial.data() + block.partial + place * heads_ * (padded_ + 2);
     }
 
     /// Rows of q as floats, turned by their angles, scaled, each head padded with zeros.
     void read_queries(const Row* rows, int64_t from, int64_t count) {
         for (int64_t row = from; row < from + count; ++row) {
-            float* to = own_.q.data() + row * shape_.heads * padded_;
+            float* to = own_.q.data() + row * heads_ * padded_;
             if (shape_.q_bfloat16)
                 read_query<Bfloat16>(rows[row].row, to);
             else
@@ -344,11 +439,11 @@ private:
 
     template <typename From>
     void read_query(int64_t row, float* to) const {
-        const From* q = static_cast<const From*>(tensors_.q) + row * shape_.q_stride;
-        if (!tensors_.cos) return read_heads(q, shape_.heads, float(shape_.scale), to);
+        const From* q = static_cast<const From*>(tensors_.q) + row * shape_.q_stride + first_ * group_ * shape_.head_dim;
+        if (!tensors_.cos) return read_heads(q, heads_, float(shape_.scale), to);
         const int64_t dim = shape_.head_dim;
         const From *cos = static_cast<const From*>(tensors_.cos) + row * dim, *sin = static_cast<const From*>(tensors_.sin) + row * dim;
-        for (int64_t head = 0; head < shape_.heads; ++head, to += padded_) {
+        for (int64_t head = 0; head < heads_; ++head, to += padded_) {
             rotate(q + head * dim, cos, sin, dim, float(shape_.scale), to);
             std::fill(to + dim, to + padded_, 0.0f);
         }
@@ -365,11 +460,13 @@ private:
         }
     }
 
+    const T* place(const T* store, int64_t slot) const { return store + slot * slot_ + first_ * shape_.head_dim; }
+
     /// Eight slots of keys or values: where they are, or as floats in a tile; beyond the last slot, the last one again.
     template <typename From>
     void fetch(const T* store, const int64_t* slots, int64_t at, int64_t keys, const From* to[8]) {
         for (int64_t i = 0; i < 8; ++i) {
-            const T* from = store + slots[std::min(at + i, keys - 1)] * slot_;
+            const T* from = place(store, slots[std::min(at + i, keys - 1)]);
             if constexpr (std::is_same_v<From, T>) {
                 if (whole_vectors_) {
                     to[i] = from;
@@ -377,17 +474,18 @@ private:
                 }
             }
             if constexpr (std::is_same_v<From, float>) {
-                float* row = own_.tile.data() + (at + i) * shape_.kv_heads * padded_;
-                if (at + i < keys) read_heads(from, shape_.kv_heads, 1.0f, row);
+                float* row = own_.tile.data() + (at + i) * kv_heads_ * padded_;
+                if (at + i < keys) read_heads(from, kv_heads_, 1.0f, row);
                 to[i] = at + i < keys ? row : to[i - 1];
             }
         }
     }
 
-    void prefetch(const T* store, const int64_t* slots, int64_t count) const {
+    /// Inlined, since a compiler sees no effect in a call of this and leaves it out.
+    __attribute__((always_inline)) void prefetch(const T* store, const int64_t* slots, int64_t count) const {
         for (int64_t i = 0; i < count; ++i) {
-            const char* from = reinterpret_cast<const char*>(store + slots[i] * slot_);
-            for (int64_t byte = 0; byte < slot_ * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
+            const char* from = reinterpret_cast<const char*>(place(store, slots[i]));
+            for (int64_t byte = 0; byte < kv_heads_ * shape_.head_dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
         }
     }
 
@@ -400,19 +498,26 @@ private:
         const int64_t keys = std::min<int64_t>(SEGMENT, stop - start), after = more ? std::min<int64_t>(SEGMENT, stop - start - keys) : 0;
         const int64_t* slots = rows[from].slots + start;
         const T *k = static_cast<const T*>(tensors_.keys), *v = static_cast<const T*>(tensors_.values);
-        // Read once or twice, 16 bits are widened as they are used; for more rows they are laid out as floats.
-        const bool in_place = whole_vectors_ && (std::is_same_v<T, float> || count * group_ <= 6);
-        auto both = [&](auto sample) {
-            using From = decltype(sample);
-            pass<SCORES, From>(k, slots, keys, v, slots, keys, from, count);
-            for (int64_t row = from; row < from + count; ++row) soften(row, rows[row].first - start, rows[row].stop - start, keys);
-            if constexpr (FOLDS) weigh(from, count, own_.peaks.data() + from * shape_.heads, own_.weights.data() + from * shape_.heads);
-            pass<FOLDS ? FOLDED : SUMS, From>(v, slots, keys, k, slots + keys, after, from, count);
+        auto both = [&](auto scores, auto sums) {
+            scores();
+            soften(rows, from, count, start, keys);
+            if constexpr (FOLDS) weigh(from, count, own_.peaks.data() + from * heads_, own_.weights.data() + from * heads_);
+            sums();
         };
-        if (in_place)
-            both(T{});
+        constexpr Pass SUM = FOLDS ? FOLDED : SUMS;
+        auto of_few = [&](auto sample) {
+            using From = decltype(sample);
+            both([&] { pass<SCORES, From>(k, slots, keys, v, slots, keys, from, count); },
+                 [&] { pass<SUM, From>(v, slots, keys, k, slots + keys, after, from, count); });
+        };
+        if (count * group_ >= MANY) {
+            arrange(from, count);
+            both([&] { pass_of_many<SCORES>(k, slots, keys, v, slots, keys, rows, start); },
+                 [&] { pass_of_many<SUM>(v, slots, keys, k, slots + keys, after, rows, start); });
+        } else if (whole_vectors_ && (std::is_same_v<T, float> || count * group_ <= 6))
+            of_few(T{});  // read once or twice, 16 bits are widened as they are used; for more rows they are laid out as floats
         else
-            both(float{});
+            of_few(float{});
     }
 
     enum Pass { SCORES, SUMS, FOLDED };
@@ -424,8 +529,8 @@ private:
         const From* at[SEGMENT];
         const int64_t eights = (keys + 7) / 8 * 8, piece = PASS == SCORES || count * group_ <= 8 ? NEAR : SEGMENT;
         for (int64_t key = 0; key < keys; key += 8) fetch(store, slots, key, keys, at + key);
-        const int64_t parts = shape_.kv_heads * ((eights + piece - 1) / piece);
-        for (int64_t head = 0, part = 0, asked = 0; head < shape_.kv_heads; ++head)
+        const int64_t parts = kv_heads_ * ((eights + piece - 1) / piece);
+        for (int64_t head = 0, part = 0, asked = 0; head < kv_heads_; ++head)
             for (int64_t key = 0; key < eights; key += piece) {
                 const int64_t ask = next_keys * ++part / parts;
                 prefetch(next, next_slots + asked, ask - asked);
@@ -443,7 +548,7 @@ private:
             for (int64_t i = 0; i < heads; i += 3) {
                 const int64_t now = std::min<int64_t>(3, heads - i);
                 int64_t head[3];
-                for (int64_t j = 0; j < now; ++j) head[j] = (from + (i + j) / group_) * shape_.heads + kv_head * group_ + (i + j) % group_;
+                for (int64_t j = 0; j < now; ++j) head[j] = (from + (i + j) / group_) * heads_ + kv_head * group_ + (i + j) % group_;
                 switch (now) {
                     case 3: rows(head, std::integral_constant<int, 3>()); break;
                     case 2: rows(head, std::integral_constant<int, 2>()); break;
@@ -499,58 +604,211 @@ private:
                 for (int row = 0; row < ROWS; ++row) sums[row][j] = multiply_add(weight[row], v, sums[row][j]);
             }
         }
-        for (int row = 0; row < ROWS; ++row) {
-            if (PASS == FOLDED && last) {
-                if (own_.weights[size_t(head[row])] == 0) continue;  // nothing was seen
-                for (int j = 0; j < VECTORS; ++j) fold_vector(head[row], i + j * LANES, sums[row][j]);
-            } else {
-                for (int j = 0; j < VECTORS; ++j) store(own_.sums.data() + head[row] * padded_ + i + j * LANES, sums[row][j]);
+        for (int row = 0; row < ROWS; ++row)
+            if (last)
+                keep<PASS>(head[row], i, sums[row]);
+            else
+                keep<SUMS>(head[row], i, sums[row]);
+    }
+
+    /// The heads of tokens [from, from + count), six by six; kept from segment to segment.
+    void arrange(int64_t from, int64_t count) {
+        if (from == arranged_from_ && count == arranged_count_) return;
+        arranged_from_ = from, arranged_count_ = count;
+        sixes_ = 0;
+        for (int64_t i = 0; i < count * group_; ++i) {
+            Six& six = own_.sixes[size_t(i / SIX)];
+            const int64_t token = from + i / group_;
+            if (i % SIX == 0) six = {0, token, token, {}}, ++sixes_;
+            six.last = token;
+            six.head[six.count++] = token * heads_ + i % group_;
+        }
+    }
+
+    /// Over a segment's keys or values for many rows: a KV head after the other is laid out in panels of floats, and six rows after the other
+    /// go through them. What none of six sees is left out.
+    template <Pass PASS>
+    void pass_of_many(const T* store, const int64_t* slots, int64_t keys, const T* next, const int64_t* next_slots, int64_t next_keys, const Row* rows,
+                      int64_t start) {
+        const int64_t parts = kv_heads_ * sixes_;
+        for (int64_t kv_head = 0, part = 0, asked = 0; kv_head < kv_heads_; ++kv_head) {
+            if constexpr (PASS == SCORES)
+                lay_keys(store, slots, keys, kv_head);
+            else
+                lay_values(store, slots, keys, kv_head);
+            for (int64_t i = 0; i < sixes_; ++i) {
+                const int64_t ask = next_keys * ++part / parts;
+                prefetch(next, next_slots + asked, ask - asked);
+                asked = ask;
+                const Six& six = own_.sixes[size_t(i)];
+                const int64_t first = std::max<int64_t>(rows[six.first].first - start, 0), stop = std::min(rows[six.last].stop - start, keys);
+                go_through<PASS>(six, kv_head * group_, first, stop);
             }
         }
     }
 
-    /// Scores of one row become weights; those outside [first, stop) become 0.
-    void soften(int64_t row, int64_t first, int64_t stop, int64_t keys) {
-        const bool all_seen = first <= 0 && stop >= SEGMENT && keys == SEGMENT && shape_.softcap == 0;
-        for (int64_t head = row * shape_.heads; head < (row + 1) * shape_.heads; ++head)
-            if (all_seen)
-                soften_head<true>(head, 0, SEGMENT, SEGMENT);
-            else
-                soften_head<false>(head, int(std::max<int64_t>(first, 0)), int(std::min(stop, keys)), keys);
+    template <Pass PASS>
+    void go_through(const Six& six, int64_t head, int64_t first, int64_t stop) {
+        switch (six.count) {
+            case 6: six_rows<PASS, 6>(six, head, first, stop); break;
+            case 5: six_rows<PASS, 5>(six, head, first, stop); break;
+            case 4: six_rows<PASS, 4>(six, head, first, stop); break;
+            case 3: six_rows<PASS, 3>(six, head, first, stop); break;
+            case 2: six_rows<PASS, 2>(six, head, first, stop); break;
+            default: six_rows<PASS, 1>(six, head, first, stop);
+        }
+    }
+
+    template <Pass PASS, int ROWS>
+    void six_rows(const Six& six, int64_t head, int64_t first, int64_t stop) {
+        if constexpr (PASS == SCORES) {
+            three_rows<std::min(ROWS, 3)>(six.head, head, first, stop);
+            if constexpr (ROWS > 3) three_rows<ROWS - 3>(six.head + 3, head, first, stop);
+        } else {
+            const float* weights[ROWS];
+            for (int row = 0; row < ROWS; ++row) weights[row] = own_.scores.data() + (head + six.head[row]) * SEGMENT + first;
+            int64_t i = 0;
+            for (; i + PANEL <= padded_; i += PANEL) values_of<PASS, ROWS, 2>(six.head, weights, head, i, first, stop);
+            if (i < padded_) values_of<PASS, ROWS, 1>(six.head, weights, head, i, first, stop);
+        }
+    }
+
+    template <int ROWS>
+    void three_rows(const int64_t* heads, int64_t head, int64_t first, int64_t stop) {
+        const float* queries[ROWS];
+        float* scores[ROWS];
+        first = first / PANEL * PANEL;
+        for (int row = 0; row < ROWS; ++row) {
+            queries[row] = own_.q.data() + (head + heads[row]) * padded_;
+            scores[row] = own_.scores.data() + (head + heads[row]) * SEGMENT + first;
+        }
+        const float* keys = own_.panels.data() + first * padded_;
+        if (padded_ == 64)
+            panel_scores<ROWS, 64 / LANES>(queries, keys, 64 / LANES, stop - first, scores);
+        else
+            panel_scores<ROWS, 0>(queries, keys, padded_ / LANES, stop - first, scores);
+    }
+
+    template <Pass PASS, int ROWS, int VECTORS>
+    __attribute__((noinline)) void values_of(const int64_t* heads, const float* const* weights, int64_t head, int64_t i, int64_t first, int64_t stop) {
+        Floats sums[ROWS][VECTORS];
+        panel_sums(weights, own_.panels.data() + i * SEGMENT + first * PANEL, stop - first, sums);
+        float* const out = (PASS == FOLDED ? own_.folded : own_.sums).data() + head * padded_ + i;
+        const float *seen = own_.weights.data() + head, *before = own_.before.data() + head, *now = own_.now.data() + head;
+        for (int row = 0; row < ROWS; ++row) {
+            const int64_t at = heads[row];
+            if (PASS == FOLDED && seen[at] == 0) continue;
+            for (int j = 0; j < VECTORS; ++j) {
+                float* to = out + at * padded_ + j * LANES;
+                agentrt::store(to, PASS == FOLDED ? folded(to, sums[row][j], before[at], now[at]) : sums[row][j]);
+            }
+        }
+    }
+
+    /// Some dimensions of a head as floats; zeros beyond the last.
+    Floats dimensions(const T* head, int64_t i) const {
+        if (i + LANES <= shape_.head_dim) return load(head + i);
+        Floats out = {};
+        for (int64_t j = 0; i + j < shape_.head_dim; ++j) out[j] = wide(head[i + j]);
+        return out;
+    }
+
+    /// A KV head's keys: panels of keys, in each a dimension after the other.
+    __attribute__((noinline)) void lay_keys(const T* store, const int64_t* slots, int64_t keys, int64_t kv_head) {
+        for (int64_t key = 0; key < keys; key += 8) {
+            const T* from[8];
+            for (int64_t j = 0; j < 8; ++j) from[j] = place(store, slots[std::min(key + j, keys - 1)]) + kv_head * shape_.head_dim;
+            float* to = own_.panels.data() + key / PANEL * PANEL * padded_ + key % PANEL;
+            for (int64_t i = 0; i < padded_; i += LANES) {
+                Floats lanes[8];
+                for (int j = 0; j < 8; ++j) lanes[j] = dimensions(from[j], i);
+                store_columns(lanes, to + i * PANEL, PANEL);
+            }
+        }
+    }
+
+    /// A KV head's values: panels of dimensions, in each a key after the other.
+    __attribute__((noinline)) void lay_values(const T* store, const int64_t* slots, int64_t keys, int64_t kv_head) {
+        for (int64_t key = 0; key < keys; ++key) {
+            const T* from = place(store, slots[key]) + kv_head * shape_.head_dim;
+            float* to = own_.panels.data() + key * PANEL;
+            for (int64_t i = 0; i < padded_; i += LANES) agentrt::store(to + i / PANEL * PANEL * SEGMENT + i % PANEL, dimensions(from, i));
+        }
+    }
+
+    /// A segment's sums, folded into what a head has, or left as they are.
+    template <Pass PASS, int VECTORS>
+    void keep(int64_t head, int64_t i, const Floats (&sums)[VECTORS]) {
+        if (PASS != FOLDED) {
+            for (int j = 0; j < VECTORS; ++j) store(own_.sums.data() + head * padded_ + i + j * LANES, sums[j]);
+        } else if (own_.weights[size_t(head)] != 0) {  // else nothing was seen
+            for (int j = 0; j < VECTORS; ++j) fold_vector(head, i + j * LANES, sums[j]);
+        }
+    }
+
+    /// Scores become weights; those of keys that a row does not see become 0.
+    void soften(const Row* rows, int64_t from, int64_t count, int64_t start, int64_t keys) {
+        bool all_seen = keys == SEGMENT && shape_.softcap == 0;
+        for (int64_t row = from; row < from + count && all_seen; ++row) all_seen = rows[row].first <= start && rows[row].stop >= start + SEGMENT;
+        if (all_seen) return soften_rows<true>(from * heads_, count * heads_, 0, SEGMENT, SEGMENT);
+        for (int64_t row = from; row < from + count; ++row)
+            soften_rows<false>(row * heads_, heads_, int(std::max<int64_t>(rows[row].first - start, 0)), int(std::min(rows[row].stop - start, keys)), keys);
     }
 
     template <bool ALL_SEEN>
-    void soften_head(int64_t head, int first, int stop, int64_t keys) {
+    void soften_rows(int64_t head, int64_t count, int first, int stop, int64_t keys) {
+        for (; count > 0; head += 4, count -= 4) soften_heads<ALL_SEEN>(head, std::min<int64_t>(4, count), first, stop, keys);
+    }
+
+    /// Up to four heads: all their largest scores first, so that they need not wait for each other.
+    template <bool ALL_SEEN>
+    __attribute__((noinline)) void soften_heads(int64_t head, int64_t count, int first, int stop, int64_t keys) {
+        static_assert(SEGMENT / LANES % 4 == 0);
         Ints lanes;
         for (int lane = 0; lane < LANES; ++lane) lanes[lane] = lane;
         const int64_t vectors = ALL_SEEN ? SEGMENT / LANES : (keys + LANES - 1) / LANES;
         const float cap = float(shape_.softcap);
-        float* scores = own_.scores.data() + head * SEGMENT;
+        float *const scores = own_.scores.data() + head * SEGMENT, *const peaks = own_.peaks.data() + head;
         auto seen = [&](int64_t i) { return (lanes + int(i * LANES) >= first) & (lanes + int(i * LANES) < stop); };
-        Floats most = all(-INFINITY);
-        for (int64_t i = 0; i < vectors; ++i) {
-            Floats score = load(scores + i * LANES);
-            if (!ALL_SEEN) {
-                if (cap != 0) score = cap * hyperbolic_tangent(score / cap);
-                score = seen(i) ? score : all(-INFINITY);
-                store(scores + i * LANES, score);
+        for (int64_t j = 0; j < count; ++j) {
+            Floats most = all(-INFINITY);
+            for (int64_t i = 0; i < vectors; ++i) {
+                float* at = scores + j * SEGMENT + i * LANES;
+                Floats score = load(at);
+                if (!ALL_SEEN) {
+                    if (cap != 0) score = cap * hyperbolic_tangent(score / cap);
+                    score = seen(i) ? score : all(-INFINITY);
+                    store(at, score);
+                }
+                most = larger(score, most);
             }
-            most = larger(score, most);
+            peaks[j] = largest(most);
         }
-        const float peak = largest(most);
-        Floats total = {};
-        for (int64_t i = 0; i < vectors; ++i) {
-            Floats weight = exponential(load(scores + i * LANES) - peak);
-            if (!ALL_SEEN) weight = seen(i) ? weight : all(0.0f);
-            store(scores + i * LANES, weight);
-            total += weight;
+        Floats totals[4];
+        for (int64_t j = 0; j < 4; ++j) totals[j] = all(0.0f);
+        for (int64_t j = 0; j < count; ++j) {
+            const Floats peak = all(peaks[j]);
+            float* at = scores + j * SEGMENT;
+            auto some = [&](auto size, int64_t i) {
+                Floats weights[size()];
+                for (int k = 0; k < size(); ++k) weights[k] = load(at + (i + k) * LANES) - peak;
+                exponentials(weights);
+                for (int k = 0; k < size(); ++k) {
+                    if (!ALL_SEEN) weights[k] = seen(i + k) ? weights[k] : all(0.0f);
+                    store(at + (i + k) * LANES, weights[k]);
+                    totals[j] += weights[k];
+                }
+            };
+            int64_t i = 0;
+            for (; i + 4 <= vectors; i += 4) some(std::integral_constant<int, 4>(), i);
+            if (!ALL_SEEN)
+                for (; i < vectors; ++i) some(std::integral_constant<int, 1>(), i);
         }
-        own_.peaks[size_t(head)] = peak;
-        own_.weights[size_t(head)] = sum(total);
+        sums_of_four(totals, own_.weights.data() + head);
     }
 
     void begin_fold(int64_t row, int64_t count) {
-        const int64_t at = row * shape_.heads, heads = count * shape_.heads;
+        const int64_t at = row * heads_, heads = count * heads_;
         std::fill_n(own_.folded_weights.data() + at, heads, 0.0f);
         std::fill_n(own_.folded_peaks.data() + at, heads, -INFINITY);
         std::fill_n(own_.folded.data() + at * padded_, heads * padded_, 0.0f);
@@ -559,7 +817,7 @@ private:
     /// Takes a segment's peaks and weights into those of rows [row, row + count), and finds by what their sums are to be multiplied
     /// (`before`) and the segment's (`now`). A weight of 0 means that nothing was seen.
     __attribute__((noinline)) void weigh(int64_t row, int64_t count, const float* peaks, const float* weights) {
-        const int64_t begin = row * shape_.heads, heads = count * shape_.heads;
+        const int64_t begin = row * heads_, heads = count * heads_;
         for (int64_t i = 0; i < heads; i += LANES) {
             const int64_t at = begin + i, lanes = std::min<int64_t>(LANES, heads - i);
             Floats peak = all(-INFINITY), weight = {}, own_peak = all(-INFINITY), own_weight = {};
@@ -589,22 +847,24 @@ private:
     }
 
     void fold_vector(int64_t head, int64_t i, Floats sums) {
-        float* folded = own_.folded.data() + head * padded_ + i;
-        store(folded, multiply_add(load(folded), all(own_.before[size_t(head)]), sums * own_.now[size_t(head)]));
+        float* to = own_.folded.data() + head * padded_ + i;
+        store(to, folded(to, sums, own_.before[size_t(head)], own_.now[size_t(head)]));
     }
 
+    static Floats folded(const float* had, Floats sums, float before, float now) { return multiply_add(load(had), all(before), sums * all(now)); }
+
     void finish(const Row& row, int64_t at) const {
-        const int64_t width = shape_.heads * shape_.head_dim;
+        const int64_t to = (row.row * shape_.heads + first_ * group_) * shape_.head_dim;
         if (shape_.q_bfloat16)
-            write(static_cast<Bfloat16*>(tensors_.out) + row.row * width, at);
+            write(static_cast<Bfloat16*>(tensors_.out) + to, at);
         else
-            write(static_cast<float*>(tensors_.out) + row.row * width, at);
+            write(static_cast<float*>(tensors_.out) + to, at);
     }
 
     template <typename To>
     void write(To* to, int64_t row) const {
         const int64_t dim = shape_.head_dim;
-        for (int64_t head = row * shape_.heads; head < (row + 1) * shape_.heads; ++head, to += dim) {
+        for (int64_t head = row * heads_; head < (row + 1) * heads_; ++head, to += dim) {
             const float* folded = own_.folded.data() + head * padded_;
             const float share = 1.0f / own_.folded_weights[size_t(head)];
             int64_t i = 0;
@@ -619,6 +879,8 @@ private:
     Scratch& own_;
     const int64_t padded_, group_, slot_;
     const bool whole_vectors_;
+    int64_t kv_heads_, heads_, first_;  // KV heads that a task is about, query heads that read them, and the first of the KV heads
+    int64_t sixes_ = 0, arranged_from_ = 0, arranged_count_ = 0;
 };
 
 template <typename T>

@@ -199,28 +199,79 @@ __attribute__((always_inline)) inline Floats exponential(Floats x) {
     return (x < LEAST) ? all(0.0f) : ((x > MOST) ? all(__builtin_inff()) : value);
 }
 
+/// e^x in place of each x, which is at most 0, to about 2e-7 of it: 2^n times a polynomial on the rest (fitted to 2^rest by least squares). Nothing
+/// gets less than 1e-38, NaN gives NaN. A step is done for all of them before the next, since each waits for the one before.
+template <int COUNT>
+__attribute__((always_inline)) inline void exponentials(Floats (&x)[COUNT]) {
+    constexpr float LEAST = -87.3f, LOG2_E = 1.44269504088896341f, ROUND = 12582912.0f;
+    constexpr float FACTORS[] = {1.537070482e-04f, 1.339984829e-03f, 9.618373251e-03f, 5.550329035e-02f, 2.402264846e-01f, 6.931472056e-01f, 1.0f};
+    const Floats least = all(LEAST), log2_e = all(LOG2_E), round = all(ROUND);
+    Floats moved[COUNT], value[COUNT];
+    for (int i = 0; i < COUNT; ++i) x[i] = (least > x[i]) ? least : x[i];  // in this order a NaN stays
+    for (int i = 0; i < COUNT; ++i) moved[i] = multiply_add(x[i], log2_e, round);
+    for (int i = 0; i < COUNT; ++i) x[i] = multiply_add(x[i], log2_e, round - moved[i]);
+    for (int i = 0; i < COUNT; ++i) value[i] = all(FACTORS[0]);
+    for (int factor = 1; factor < 7; ++factor)
+        for (int i = 0; i < COUNT; ++i) value[i] = multiply_add(value[i], x[i], all(FACTORS[factor]));
+    for (int i = 0; i < COUNT; ++i) x[i] = value[i] * (Floats)(((Ints)moved[i] << 23) + (127 << 23));
+}
+
 /// tanh to about 1e-7 absolutely; NaN gives NaN.
 inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x * 2.0f) + 1.0f); }
 
-/// Sums of four vectors' lanes, each always in the same order.
+/// Sums of four vectors' lanes, each in this order: four lanes one after the other, the next four, and so on, then these sums one after the other.
 inline void sums_of_four(const Floats a[4], float* out) {
-#if defined(__AVX__)
-    __m256 half[4];
-    for (int i = 0; i < 4; ++i) {
 #if defined(__AVX512F__)
-        const __m512 whole = (__m512)a[i];
-        half[i] = _mm512_castps512_ps256(whole) + _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(whole), 1));
+    const __m512 first = _mm512_unpacklo_ps((__m512)a[0], (__m512)a[1]), second = _mm512_unpackhi_ps((__m512)a[0], (__m512)a[1]);
+    const __m512 third = _mm512_unpacklo_ps((__m512)a[2], (__m512)a[3]), fourth = _mm512_unpackhi_ps((__m512)a[2], (__m512)a[3]);
+    const __m512 fours = _mm512_shuffle_ps(first, third, 0x44) + _mm512_shuffle_ps(first, third, 0xee) + _mm512_shuffle_ps(second, fourth, 0x44) +
+                         _mm512_shuffle_ps(second, fourth, 0xee);
+    _mm_storeu_ps(out, _mm512_extractf32x4_ps(fours, 0) + _mm512_extractf32x4_ps(fours, 1) + _mm512_extractf32x4_ps(fours, 2) +
+                           _mm512_extractf32x4_ps(fours, 3));
+#elif defined(__AVX__)
+    const __m256 first = _mm256_unpacklo_ps((__m256)a[0], (__m256)a[1]), second = _mm256_unpackhi_ps((__m256)a[0], (__m256)a[1]);
+    const __m256 third = _mm256_unpacklo_ps((__m256)a[2], (__m256)a[3]), fourth = _mm256_unpackhi_ps((__m256)a[2], (__m256)a[3]);
+    const __m256 fours = _mm256_shuffle_ps(first, third, 0x44) + _mm256_shuffle_ps(first, third, 0xee) + _mm256_shuffle_ps(second, fourth, 0x44) +
+                         _mm256_shuffle_ps(second, fourth, 0xee);
+    _mm_storeu_ps(out, _mm256_castps256_ps128(fours) + _mm256_extractf128_ps(fours, 1));
 #else
-        half[i] = (__m256)a[i];
+    for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < LANES; lane += 4) {
+            const float four = a[i][lane] + a[i][lane + 1] + a[i][lane + 2] + a[i][lane + 3];
+            out[i] = lane ? out[i] + four : four;
+        }
 #endif
-    }
-    // Unpacking and adding takes fewer instructions than adding horizontally does inside.
-    const __m256 first = _mm256_unpacklo_ps(half[0], half[1]) + _mm256_unpackhi_ps(half[0], half[1]);
-    const __m256 second = _mm256_unpacklo_ps(half[2], half[3]) + _mm256_unpackhi_ps(half[2], half[3]);
-    const __m256 pairs = _mm256_shuffle_ps(first, second, 0x44) + _mm256_shuffle_ps(first, second, 0xee);
-    _mm_storeu_ps(out, _mm256_castps256_ps128(pairs) + _mm256_extractf128_ps(pairs, 1));
+}
+
+/// Eight vectors as columns: lane i of vector j goes to `to[i * stride + j]`.
+inline void store_columns(const Floats vectors[8], float* to, int64_t stride) {
+#if defined(__AVX__)
+    for (int part = 0; part < LANES / 8; ++part) {
+        __m256 rows[8], pairs[8], fours[8];
+        for (int i = 0; i < 8; ++i) {
+#if defined(__AVX512F__)
+            rows[i] = part ? _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)vectors[i]), 1)) : _mm512_castps512_ps256((__m512)vectors[i]);
 #else
-    for (int i = 0; i < 4; ++i) out[i] = sum(a[i]);
+            rows[i] = (__m256)vectors[i];
+#endif
+        }
+        for (int i = 0; i < 8; i += 2) {
+            pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+            pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+        }
+        for (int i = 0; i < 8; i += 4)
+            for (int j = 0; j < 2; ++j) {
+                fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+                fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+            }
+        for (int i = 0; i < 4; ++i) {
+            _mm256_storeu_ps(to + (part * 8 + i) * stride, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+            _mm256_storeu_ps(to + (part * 8 + i + 4) * stride, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+        }
+    }
+#else
+    for (int i = 0; i < LANES; ++i)
+        for (int j = 0; j < 8; ++j) to[i * stride + j] = vectors[j][i];
 #endif
 }
 

@@ -115,7 +115,7 @@ heads = st.builds(
     lambda kv_heads, group, dim: Heads(kv_heads * group, kv_heads, dim),
     st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([64, 80, 96, 128, 256, 6, 40]),
 )  # fmt: skip
-runs = st.lists(st.builds(Run, st.sampled_from([1, 1, 1, 2, 5, 17, 33]), st.sampled_from([0, 1, 40, 63, 64, 200])), min_size=1, max_size=4)
+runs = st.lists(st.builds(Run, st.sampled_from([1, 1, 1, 2, 5, 17, 33, 70]), st.sampled_from([0, 1, 40, 63, 64, 200])), min_size=1, max_size=4)
 specs = st.builds(AttentionSpec, st.sampled_from([0.1, 0.3]), st.sampled_from([None, None, 1, 4, 70, 1000]), st.sampled_from([None, 3.0]))
 shared = st.sampled_from([0, 0, 30, 64, 150])
 
@@ -151,6 +151,25 @@ def test_where_a_chunk_is_cut_changes_no_bit(cut: int) -> None:
         batch = AttentionBatch((stop - first,), (40 + first,), (slots[: 40 + stop],), slots[40 + first : 40 + stop])
         parts.append(native()(q, k, v, store, batch, spec))
     assert torch.equal(torch.cat(parts), case.attend(native(), spec))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [Heads(9, 3, 64), Heads(2, 2, 40), Heads(14, 2, 128)], ids=str)
+def test_a_chunk_is_its_tokens_one_by_one(shape: Heads, kv_dtype: torch.dtype) -> None:
+    """Many rows go another way through the same sums than one does, and runs that share a prefix than those that do not."""
+    new, spec = 75, AttentionSpec(0.2)
+    case = make(shape, [Run(new, 50)], page=1, scattered=True, shared=0, seed=new, kv_dtype=kv_dtype)
+    together = case.attend(native(), spec)
+    store, slots = (case.store[0].clone(), case.store[1].clone()), case.batch.slots[0]
+    alone = []
+    for token in range(new):
+        q, k, v = case.qkv[token : token + 1].split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        last = 50 + token
+        alone.append(native()(q, k, v, store, AttentionBatch((1,), (last,), (slots[: last + 1],), slots[last : last + 1]), spec))
+    assert torch.equal(together, torch.cat(alone))
+    branches = make(shape, [Run(1, 70)] * 14, page=1, scattered=True, shared=130, seed=new, kv_dtype=kv_dtype)
+    together = branches.attend(native(), spec)
+    assert torch.equal(together, torch.cat([branches.alone(run).attend(native(), spec) for run in range(14)]))
 
 
 @settings(max_examples=12)
