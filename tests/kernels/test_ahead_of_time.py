@@ -16,6 +16,9 @@ HERE = Path(__file__).parent
 #: One of each kind whose registers are near their limit; everything stands in `launches.py`.
 SAMPLE = ("attention narrow 64", "attention wide 128", "q4 512", "sample")
 
+#: All launches, in pieces of under a minute.
+KINDS = ("attention narrow", "attention wide", "merge", "rotary", "norm", "gate_up", "int8", "fp8", "q4", "q8", "awq", "sample", "mask")
+
 
 def report(names: list[str], cache: Path) -> list[dict[str, int]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -40,13 +43,21 @@ def test_a_sample_of_launches(tmp_path):
     check(list(SAMPLE), tmp_path)
 
 
-@pytest.mark.proof
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(sys.platform != "linux", reason="triton carries ptxas for Linux only")
-def test_every_launch(tmp_path):
+def every_launch() -> list[str]:
+    """Names of `launches.LAUNCHES`."""
     sys.path.insert(0, str(HERE))
     try:
         import launches
     finally:
         sys.path.remove(str(HERE))
-    check(list(launches.LAUNCHES), tmp_path)
+    return list(launches.LAUNCHES)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(sys.platform != "linux", reason="triton carries ptxas for Linux only")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_launch(kind, tmp_path):
+    names = every_launch()
+    assert all(name.startswith(KINDS) for name in names)
+    check([name for name in names if name.startswith(kind)], tmp_path)
