@@ -53,7 +53,7 @@ def test_others_compile_while_one_is_stuck(byte_tokens):
     stuck.start()
     for i in range(20):
         assert grammar.compile(grammar.json_schema_spec({"const": i, "title": "while one is stuck"}), byte_tokens).cursor().forced()
-    assert stuck.is_alive()
+        assert stuck.is_alive() or i > 0  # had it waited, the other would have ended; how many more fit into its 2 s is the machine's affair
     stuck.join()
 
 
