@@ -93,6 +93,8 @@ def test_no_trace_hangs_starves_or_loses_a_page(trace, policy, eviction, page_si
 class PrefixExecutor:
     """An executor without tensors: a token is a hash of all that comes before it, read back through the slots. It moves the clock."""
 
+    asynchronous = False
+
     def __init__(self, clock):
         self.clock = clock
         self.store, self.slots = {}, {}
