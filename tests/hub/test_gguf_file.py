@@ -96,7 +96,7 @@ def test_a_type_that_is_not_supported_is_named(write_gguf: Any) -> None:
         GgufFile(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_file_is_a_model_error_or_reads(write_gguf: Any, tmp_path: Path, data: st.DataObject) -> None:
     small = {"model": "gpt2", "tokens": ["a", "b"]}

@@ -75,7 +75,7 @@ def output(sequence):
 families = st.lists(st.integers(0, 3), min_size=1, max_size=30).map(tuple)  # few ids: many shared prefixes
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     prompts=st.lists(st.tuples(families, st.integers(0, 10), st.sampled_from(["", "a"]), st.integers(0, 6)), min_size=1, max_size=14),
     page_size=st.sampled_from([1, 1, 2, 4]),

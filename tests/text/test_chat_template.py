@@ -47,7 +47,7 @@ def test_no_text_becomes_a_control_token_whatever_the_template_does(contents: li
     assert "".join(p.text for p in pieces) == "".join(p.text for p in plain)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(content=SPELLED)
 def test_chat_ids_have_the_templates_control_tokens_only(byte_level: Any, sentencepiece: Any, content: str) -> None:
     for tokenizer in (byte_level(), sentencepiece()):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from agentrt.text import Detokenizer
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 class OnlyBytes:

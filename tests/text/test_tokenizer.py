@@ -17,7 +17,7 @@ from agentrt.text import Tokenizer, load_tokenizer
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 SPELLED = st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "</s>", "<|im_", "end|>", "<think>", "a  12", "é", "\n"]), max_size=6).map("".join)
-quick = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @quick
