@@ -8,7 +8,7 @@ page size, which is what the pool hands out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -197,23 +197,49 @@ class TritonAttention:
             int32, no longer than needed (page tables come last, so that unused room for them need not be copied).
         """
         self.foresee(batch, window)
-        lists = batch.prepared[TileLists, window]
+        lists, pages = batch.prepared[TileLists, window], batch.prepared[PageTables]
         assert isinstance(lists, TileLists)  # for the type checker
-        tables = [slots.cpu().numpy()[:: self.page_size] // self.page_size for slots in batch.slots]
-        pages = sum(map(len, tables))
-        sections = Sections.of(capacity or _needed(lists, pages))
-        host = np.zeros(sections.pages + pages, np.int32)
-        sections.fill(host, lists, tables)
+        assert isinstance(pages, PageTables)
+        pages.complete(batch, self.page_size)
+        sections = Sections.of(capacity or _needed(lists, len(pages.flat)))
+        host = np.zeros(sections.pages + len(pages.flat), np.int32)
+        sections.fill(host, lists, pages.flat)
         return host, sections
 
     def foresee(self, batch: AttentionBatch, window: int | None) -> None:
-        """Makes a step's lists, which depend on lengths alone, unless they are there; `pack` puts page tables beside them."""
-        if (TileLists, window) in batch.prepared:
-            return
-        tables = [0, *(-(-len(slots) // self.page_size) for slots in batch.slots)]
-        starts = np.cumsum(tables)[:-1].tolist()
-        lists = tile_lists(batch.query_lengths, batch.context_lengths, starts, batch.shared, window, self._limits)
-        batch.prepared[TileLists, window] = lists
+        """Makes a step's lists, which depend on lengths alone, and its page tables, unless they are there; `pack` completes them."""
+        pages = batch.prepared.get(PageTables)
+        if not isinstance(pages, PageTables):
+            pages = batch.prepared[PageTables] = PageTables.of(batch, self.page_size)
+        if (TileLists, window) not in batch.prepared:
+            starts = [0, *pages.ends[:-1]]
+            batch.prepared[TileLists, window] = tile_lists(batch.query_lengths, batch.context_lengths, starts, batch.shared, window, self._limits)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """The pages of a step's runs.
+
+    Attributes:
+        flat: int32: the table of each run, one after another.
+        ends: Where each ends.
+    """
+
+    flat: NDArray[np.int32]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, page_size: int) -> PageTables:
+        """From slots, of which those of a single new token may not be known yet."""
+        first = [slots.cpu().numpy()[::page_size] for slots in batch.slots]
+        flat = np.concatenate(first) // page_size if first else np.zeros(0)
+        return cls(flat.astype(np.int32), np.cumsum([len(own) for own in first]).tolist())
+
+    def complete(self, batch: AttentionBatch, page_size: int) -> None:
+        """Puts in the pages that a single new token begins, which were perhaps not known before."""
+        for new, context, end, slots in zip(batch.query_lengths, batch.context_lengths, self.ends, batch.slots, strict=True):
+            if new == 1 and context % page_size == 0:
+                self.flat[end - 1] = int(slots[-1]) // page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +267,7 @@ class Sections:
         offsets = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
         return cls(capacity, *offsets)
 
-    def fill(self, host: NDArray[np.int32], lists: TileLists, tables: Sequence[NDArray[np.int64]]) -> None:
+    def fill(self, host: NDArray[np.int32], lists: TileLists, pages: NDArray[np.int32]) -> None:
         """Puts lists into an array of zeros; unused tiles have no rows, unused merges no parts."""
         for offset, part in (
             (self.rows, lists.rows), (self.seen, lists.seen), (self.narrow, lists.narrow.ravel()), (self.wide, lists.wide.ravel()),
@@ -251,8 +277,7 @@ class Sections:
         starts = host[self.merge_starts : self.merge_starts + self.capacity.merged + 1]
         starts[: len(lists.merge_starts)] = lists.merge_starts
         starts[len(lists.merge_starts) :] = lists.merge_starts[-1]
-        if tables:
-            host[self.pages :] = np.concatenate(tables)
+        host[self.pages :] = pages
 
     def on(self, device: Tensor) -> DeviceTiles:
         """The lists in a copy of the array that `fill` filled."""

@@ -112,7 +112,7 @@ def _triton() -> Finding:
     try:
         return Finding("triton", importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
-        return Finding("triton", "not installed; attention runs in torch", "pip install 'agentrt[triton]'")
+        return Finding("triton", "not installed; attention runs in torch, int8 and int4 do not", "pip install 'agentrt[triton]'")
 
 
 def _models() -> Iterator[Finding]:

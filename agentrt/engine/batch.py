@@ -6,7 +6,6 @@ depend on the tokens that a step samples can be worked out for the next one whil
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -148,55 +147,11 @@ class ForwardBatch:
         return ForwardBatch(token_ids, positions, moved, logits_rows, self.scored)
 
 
-@dataclass(frozen=True, slots=True)
-class NextDecode:
-    """What is known of the next step while this one runs, should it be one token more of each of its sequences.
-
-    Attributes:
-        places: Sequence id and start of each run.
-        attention: Of that step, but for where its tokens will go: `new_slots` is empty, and the last of each run's slots is not set yet.
-    """
-
-    places: tuple[tuple[int, int], ...]
-    attention: AttentionBatch
-
-    def is_start_of(self, plan: StepPlan) -> bool:
-        """Whether the plan is that step, and nobody's slots have changed."""
-        if plan.admitted or plan.remaps or len(plan.runs) != len(self.places):
-            return False
-        return all(
-            (run.sequence_id, run.start) == place and len(run.token_ids) == 1 for run, place in zip(plan.runs, self.places, strict=True)
-        )
-
-
-def next_decode(plan: StepPlan, states: SequenceStates) -> NextDecode | None:
-    """Works out the step after `plan`, which the states have applied; None if some sequence of it will not sample a token."""
-    if not all(run.sample_at for run in plan.runs):
-        return None
-    places = tuple((run.sequence_id, run.start + len(run.token_ids)) for run in plan.runs)
-    for sequence_id, start in places:
-        states[sequence_id].reserve(start + 1)
-    return NextDecode(places, _attention([(*place, 1) for place in places], states, torch.empty(0, dtype=torch.int64)))
-
-
-def _attention(runs: Iterable[tuple[int, int, int]], states: SequenceStates, new_slots: Tensor) -> AttentionBatch:
-    """Of runs given as sequence id, start and number of tokens."""
-    ids, context_lengths, query_lengths = zip(*runs, strict=True)
-    stops = [start + count for start, count in zip(context_lengths, query_lengths, strict=True)]
-    slots = tuple(torch.from_numpy(states[sequence_id].slots[:stop]) for sequence_id, stop in zip(ids, stops, strict=True))
-    return AttentionBatch(query_lengths, context_lengths, slots, new_slots, shared_prefixes(slots, context_lengths))
-
-
-def forward_batch(plan: StepPlan, states: SequenceStates, foreseen: NextDecode | None = None) -> ForwardBatch:
-    """Makes the tensors of a step. The states must have applied the plan.
-
-    Args:
-        plan: The step.
-        states: Of its sequences.
-        foreseen: What was worked out for it beforehand, if it turned out to be what was foreseen.
-    """
+def forward_batch(plan: StepPlan, states: SequenceStates) -> ForwardBatch:
+    """Makes the tensors of a step. The states must have applied the plan."""
     token_ids: list[int] = []
     positions: list[NDArray[np.int64]] = []
+    slots: list[Tensor] = []
     new_slots: list[int] = []
     score_rows: list[int] = []
     sample_rows: list[int] = []
@@ -207,11 +162,15 @@ def forward_batch(plan: StepPlan, states: SequenceStates, foreseen: NextDecode |
         token_ids.extend(run.token_ids)
         new_slots.extend(run.slots)
         positions.append(np.arange(run.start, run.start + count))
-    written = torch.tensor(new_slots, dtype=torch.int64)
-    if foreseen is None:
-        attention = _attention([(run.sequence_id, run.start, len(run.token_ids)) for run in plan.runs], states, written)
-    else:
-        attention = replace(foreseen.attention, new_slots=written)
+        slots.append(torch.from_numpy(states[run.sequence_id].slots[: run.start + count]))
+    context_lengths = tuple(run.start for run in plan.runs)
+    attention = AttentionBatch(
+        query_lengths=tuple(len(run.token_ids) for run in plan.runs),
+        context_lengths=context_lengths,
+        slots=tuple(slots),
+        new_slots=torch.tensor(new_slots, dtype=torch.int64),
+        shared=shared_prefixes(slots, context_lengths),
+    )
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=torch.from_numpy(np.concatenate(positions)),
@@ -219,3 +178,53 @@ def forward_batch(plan: StepPlan, states: SequenceStates, foreseen: NextDecode |
         logits_rows=torch.tensor(score_rows + sample_rows, dtype=torch.int64),
         scored=len(score_rows),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class NextDecode:
+    """What is known of the next step while this one runs, should it be one token more of each of its sequences.
+
+    Attributes:
+        places: Sequence id and start of each run.
+        positions: int64 [runs]: the starts.
+        attention: Of that step, but for where its tokens will go: `new_slots` is empty, and the last of each run's slots is not set yet.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    positions: Tensor
+    attention: AttentionBatch
+
+    def is_start_of(self, plan: StepPlan) -> bool:
+        """Whether the plan is that step, and nobody's slots have changed."""
+        if plan.admitted or plan.remaps or len(plan.runs) != len(self.places):
+            return False
+        return all(
+            (run.sequence_id, run.start) == place and run.sample_at == (0,) and len(run.token_ids) == 1 and not run.score_at
+            for run, place in zip(plan.runs, self.places, strict=True)
+        )
+
+    def batch(self, plan: StepPlan) -> ForwardBatch:
+        """What `forward_batch` makes of the plan, which this is the start of."""
+        new_slots = torch.tensor([run.slots[0] for run in plan.runs])
+        return ForwardBatch(
+            token_ids=torch.tensor([run.token_ids[0] for run in plan.runs]),
+            positions=self.positions,
+            attention=replace(self.attention, new_slots=new_slots),
+            logits_rows=torch.arange(len(plan.runs)),
+            scored=0,
+        )
+
+
+def next_decode(plan: StepPlan, states: SequenceStates) -> NextDecode | None:
+    """Works out the step after `plan`, which the states have applied; None if some sequence of it will not sample a token."""
+    if not all(run.sample_at for run in plan.runs):
+        return None
+    places = tuple((run.sequence_id, run.start + len(run.token_ids)) for run in plan.runs)
+    starts = tuple(start for _, start in places)
+    slots = []
+    for sequence_id, start in places:
+        states[sequence_id].reserve(start + 1)
+        slots.append(torch.from_numpy(states[sequence_id].slots[: start + 1]))
+    nowhere = torch.empty(0, dtype=torch.int64)
+    attention = AttentionBatch((1,) * len(places), starts, tuple(slots), nowhere, shared_prefixes(slots, starts))
+    return NextDecode(places, torch.tensor(starts), attention)

@@ -78,7 +78,7 @@ class LocalExecutor:
         started = time.perf_counter()
         self._states.apply(plan)
         foreseen, self._foreseen = self._foreseen, None
-        batch = forward_batch(plan, self._states, foreseen if foreseen is not None and foreseen.is_start_of(plan) else None)
+        batch = foreseen.batch(plan) if foreseen is not None and foreseen.is_start_of(plan) else forward_batch(plan, self._states)
         hidden = self._runner.forward(batch)
         return _LocalStep(self, plan, hidden[: batch.scored], hidden[batch.scored :], started)
 

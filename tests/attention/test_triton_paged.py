@@ -90,6 +90,20 @@ def test_lists_fit_a_fixed_room_whatever_the_step_is():
             assert int((fixed[sections.narrow : sections.wide].reshape(-1)[1::6] > 0).sum()) == fitting.capacity.narrow
 
 
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_what_was_foreseen_is_completed_where_the_new_tokens_go(page):
+    attention = TritonAttention(HEADS, KV_HEADS, HEAD_DIM, page, torch.device("cpu"))
+    batch, _ = make_batch(page, page, [(1, context) for context in (0, 3, 16, 31, 32, 64, 300)], 0)
+    unknown = tuple(torch.cat((slots[:-1], torch.zeros(1, dtype=torch.int64))) for slots in batch.slots)
+    early = AttentionBatch(batch.query_lengths, batch.context_lengths, unknown, batch.new_slots, batch.shared)
+    for window in (None, 64):
+        attention.foresee(early, window)
+    for mine, known in zip(unknown, batch.slots, strict=True):
+        mine[-1] = known[-1]
+    for window in (None, 64):
+        assert attention.pack(early, window)[0].tolist() == attention.pack(batch, window)[0].tolist()
+
+
 @pytest.mark.slow
 def test_a_step_in_a_fixed_room_is_the_same_step():
     """As a captured graph runs it: idle tiles, merges and rows beside the real ones, which are not disturbed."""

@@ -13,7 +13,7 @@ import torch
 from agentrt.config import CacheConfig, EngineConfig, Limits, SchedulerConfig
 from agentrt.engine import executor as executors
 from agentrt.engine.assembly import build_engine
-from agentrt.engine.batch import forward_batch
+from agentrt.engine.batch import ForwardBatch, NextDecode, SequenceStates, forward_batch, next_decode
 from agentrt.engine.worker import Worker
 from agentrt.grammar import json_schema_spec
 from agentrt.request import FinishReason, Request, SamplingParams, TokenDelta
@@ -108,27 +108,34 @@ def everything() -> list[Request]:
 
 @pytest.mark.parametrize("kv_tokens", [4096, 240])
 def test_the_same_answers_and_what_was_foreseen_is_what_comes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kv_tokens: int) -> None:
-    foreseen = []
+    states: list[SequenceStates] = []
+    made: list[bool] = []
 
-    def checked(plan: StepPlan, states: Any, ahead: Any = None) -> Any:
-        batch, fresh = forward_batch(plan, states, ahead), forward_batch(plan, states)
-        foreseen.append(ahead is not None)
+    def foreseeing(plan: StepPlan, known: SequenceStates) -> NextDecode | None:
+        states[:] = [known]
+        return next_decode(plan, known)
+
+    def checked(foreseen: NextDecode, plan: StepPlan) -> ForwardBatch:
+        batch, fresh = batch_of(foreseen, plan), forward_batch(plan, states[0])
         for name in ("token_ids", "positions", "logits_rows"):
             assert torch.equal(getattr(batch, name), getattr(fresh, name))
         ours, theirs = batch.attention, fresh.attention
         assert (ours.query_lengths, ours.context_lengths, ours.shared) == (theirs.query_lengths, theirs.context_lengths, theirs.shared)
         assert torch.equal(ours.new_slots, theirs.new_slots)
         assert all(torch.equal(mine, other) for mine, other in zip(ours.slots, theirs.slots, strict=True))
+        made.append(True)
         return batch
 
     late = {4: [("submit", request("late", list(range(35))))], 9: [("submit", request("later", [3, 4]))]}
     _, plain, plans = run(tiny_model, everything(), asynchronous=False, meanwhile=late, kv_tokens=kv_tokens)
-    monkeypatch.setattr(executors, "forward_batch", checked)
+    batch_of = NextDecode.batch
+    monkeypatch.setattr(executors, "next_decode", foreseeing)
+    monkeypatch.setattr(NextDecode, "batch", checked)
     _, ours, same_plans = run(tiny_model, everything(), asynchronous=True, meanwhile=late, kv_tokens=kv_tokens)
     assert same_plans == plans
     assert {name: answer(told) for name, told in ours.items()} == {name: answer(told) for name, told in plain.items()}
     if kv_tokens > 1000:
-        assert sum(foreseen) > len(foreseen) // 3
+        assert len(made) > len(plans) // 3
 
 
 def test_deltas_go_out_and_requests_come_in_before_the_wait(tiny_model: Path) -> None:
