@@ -82,7 +82,7 @@ def on_grid(x: Tensor) -> Tensor:
     """
     groups = _grouped(x.float())
     largest = groups.abs().amax(-1, keepdim=True)
-    inverse = 127 / largest
+    inverse = torch.full_like(largest, 127).div_(largest)  # 127 / largest is its reciprocal times 127, rounded twice
     q = torch.where(inverse.isfinite(), groups * inverse, 0.0).round()
     scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
     return q.mul_(scale).flatten(1)[:, : x.shape[1]]
@@ -131,9 +131,11 @@ class NativeLinear:
         self._bits = weight.bits
         self._half = int(weight.scale.dtype == torch.float16)
         self._bias = None if bias is None else bias.float().contiguous()
-        self._packed = torch.empty(library.linear_packed_bytes(self._outputs, groups, self._bits, self._half), dtype=torch.uint8)
+        minimum = None if weight.minimum is None or _centred(weight.scale, weight.minimum) else weight.minimum.contiguous()
+        self._minima = int(minimum is not None)
+        size = library.linear_packed_bytes(self._outputs, groups, self._bits, self._half, self._minima)
+        self._packed = torch.empty(size, dtype=torch.uint8)
         q, scale = weight.q.contiguous(), weight.scale.contiguous()
-        minimum = None if weight.minimum is None else weight.minimum.contiguous()
         library.linear_pack(
             q.data_ptr(),
             scale.data_ptr(),
@@ -149,9 +151,9 @@ class NativeLinear:
         self._addresses = (self._packed.data_ptr(), _address(self._bias))
 
     @property
-    def held(self) -> tuple[int, int | None, int, int, int, int]:
-        """For native callers of `linear_run`: addresses of the packed weights and the bias, inputs, outputs, bits, half."""
-        return (*self._addresses, self._inputs, self._outputs, self._bits, self._half)
+    def held(self) -> tuple[int, int | None, int, int, int, int, int]:
+        """For native callers of `linear_run`: addresses of the packed weights and the bias, inputs, outputs, bits, half, minima."""
+        return (*self._addresses, self._inputs, self._outputs, self._bits, self._half, self._minima)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out], in the dtype that came in."""
@@ -169,6 +171,7 @@ class NativeLinear:
             packed,
             self._bits,
             self._half,
+            self._minima,
             bias,
             y.data_ptr(),
             self._outputs,
@@ -183,13 +186,13 @@ def _native() -> ctypes.CDLL | None:
     library = load("linear")
     if library is not None:
         library.linear_isa.restype = ctypes.c_char_p
-        library.linear_packed_bytes.argtypes = (_LONG, _LONG, _INT, _INT)
+        library.linear_packed_bytes.argtypes = (_LONG, _LONG, _INT, _INT, _INT)
         library.linear_packed_bytes.restype = _LONG
         library.linear_pack.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _INT)
         library.linear_pack.restype = None
         library.linear_run.argtypes = (
             *(_POINTER, _LONG, _LONG, _LONG),  # x, its stride, rows, inputs
-            *(_POINTER, _INT, _INT, _POINTER),  # packed, bits, half, bias
+            *(_POINTER, _INT, _INT, _INT, _POINTER),  # packed, bits, half, minima, bias
             *(_POINTER, _LONG, _LONG, _INT),  # y, its stride, outputs, threads
         )
         library.linear_run.restype = None
@@ -198,6 +201,11 @@ def _native() -> ctypes.CDLL | None:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _centred(scale: Tensor, minimum: Tensor) -> bool:
+    """Whether minima are -8 times their scales, which the kernel needs not be told."""
+    return torch.equal(minimum, scale * -8)
 
 
 def _grouped(x: Tensor) -> Tensor:

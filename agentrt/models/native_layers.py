@@ -33,7 +33,7 @@ _LIBRARIES = (("linear", "linear_run"), ("attention", "agentrt_attention"), ("fu
 class _Matrix(ctypes.Structure):
     """`DecoderMatrix` of the kernel."""
 
-    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG), ("bits", _LONG), ("half", _LONG))
+    _fields_ = (("packed", _POINTER), ("bias", _POINTER), *((name, _LONG) for name in ("inputs", "outputs", "bits", "half", "minima")))
 
 
 class _Layer(ctypes.Structure):

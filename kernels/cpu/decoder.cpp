@@ -11,8 +11,8 @@ extern "C" {
 
 /// Functions of linear.cpp, attention.cpp and fused.cpp, which say what they take.
 struct DecoderKernels {
-    void (*linear)(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, const float* bias,
-                   float* y, int64_t y_stride, int64_t outputs, int threads);
+    void (*linear)(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, int minima,
+                   const float* bias, float* y, int64_t y_stride, int64_t outputs, int threads);
     void (*attention)(const void* shape, const void* runs, const void* q, const void* k, const void* v, const void* cos, const void* sin,
                       void* keys, void* values, void* out);
     void (*norm)(void* rows, const void* added, const void* weight, void* out, int64_t count, int64_t width, int64_t stride, int64_t added_stride,
@@ -24,7 +24,7 @@ struct DecoderKernels {
 struct DecoderMatrix {
     const uint8_t* packed;
     const float* bias;
-    int64_t inputs, outputs, bits, half;
+    int64_t inputs, outputs, bits, half, minima;
 };
 
 struct DecoderLayer {
@@ -105,8 +105,8 @@ private:
 
     const DecoderMatrix* multiply(const DecoderMatrix* part, int64_t parts, const float* x, float* y, int64_t width) {
         for (int64_t i = 0; i < parts; y += part->outputs, ++i, ++part)
-            kernels_.linear(x, part->inputs, tokens_, part->inputs, part->packed, int(part->bits), int(part->half), part->bias, y, width,
-                            part->outputs, threads_);
+            kernels_.linear(x, part->inputs, tokens_, part->inputs, part->packed, int(part->bits), int(part->half), int(part->minima), part->bias,
+                            y, width, part->outputs, threads_);
         clock_.took(LINEARS);
         return part;
     }

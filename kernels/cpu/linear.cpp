@@ -2,25 +2,30 @@
 //
 // Weights and activations are quantised in groups of 32 along the input. A weight is scale * q + minimum (4 bits, q from
 // 0 to 15) or scale * q (8 bits, q from -127 to 127); an activation is scale * q with a scale of its own row and group.
+// At 4 bits a sum of products is that of q - 8, so that it fits 16 bits and needs no minimum where that is -8 * scale.
 // Products within a group are summed exactly, in integers; groups are added in float32, always in the same order. So a
 // row's result is the same, bit for bit, alone and in any company, and on any number of threads.
 //
-// Outputs are the vector's lanes: 16 of them make a block, and a group of a block lies in one piece of memory,
+// Outputs are the vector's lanes: 16 or 32 of them make a block, and a group of a block lies in one piece of memory,
 //
-//     scale[16] (float16 or float32), minimum[16] (the same; 4 bits only), q[8 steps][16 outputs][4 inputs]
+//     scale[outputs] (float16 or float32), minimum[outputs] (the same; if there are any), q[steps][outputs][inputs of a step]
 //
-// where at 4 bits step t has the low halves of the bytes of which step t + 4 has the high ones. An activation's four
-// bytes are then broadcast to all lanes. Rows are taken a few at a time. Where there are many, a block's halves
-// are first spread to bytes, once for all rows; that changes no sum.
+// where at 4 bits the first half of the steps are the low halves of the bytes of which the second half are the high ones.
+// The inputs of a step, four or two, are those that an instruction multiplies and adds; an activation's are broadcast to all lanes.
+//
+// Rows are taken a few at a time, a tile, so that a weight is unpacked once for them. First the integer sums of some groups
+// are made and put aside, then they become floats, are scaled and added: each of the two keeps the processor busy by
+// itself, where taking turns group by group they would wait for each other.
 //
 // The dot product of one group is written three times: AVX-512 with VNNI, AVX2, and plain C. Its model in Python, which
-// says the same in float32, is `reference` in agentrt/models/linear.py.
+// says the same in float32, is `reference` in kernels/quantized_linear.py.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -29,73 +34,89 @@
 
 namespace {
 
-constexpr int GROUP = 32;    // weights that share a scale
-constexpr int LANES = 16;    // outputs of a block
-constexpr int STEPS = 8;     // of four inputs, in a group
+constexpr int GROUP = 32;  // weights that share a scale
 
-// Up to so many rows, 4-bit weights are unpacked as they are used, tile after tile; for more it pays to write them down unpacked.
-constexpr int FEW = 24;
+// Rows for a thread from which threads share rows, not outputs: then none waits for another's activations.
+constexpr int64_t MANY = 32;
 
-// How a group's q lie: two in a byte as they are stored, one in a byte (0 to 15), or one in a byte with a sign.
-enum Form { HALVES, BYTES, SIGNED };
-constexpr int form_bytes(Form form) { return LANES * GROUP / (form == HALVES ? 2 : 1); }
+// Bytes that weights are asked for ahead of their use.
+constexpr size_t AHEAD = 4096;
 
-// ---- lanes: 16 floats, one for each output of a block ----------------------------------------------------------------
+// Bytes of activations that a thread goes through the weights with: they and a few blocks fit its cache.
+constexpr int64_t CHUNK = 192 * 1024;
+
+// ---- lanes: WIDTH floats, one for each of neighbouring outputs -----------------------------------------------------------
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define ISA "AVX-512 VNNI"
-constexpr int TILE = 8;  // rows at once, at most: what the registers hold
+#define ISA_VNNI
+constexpr int WIDTH = 16;
+constexpr int TILE = 8;      // rows at once, at most: what the registers hold
+constexpr int TOGETHER = 4;  // inputs of a step
+constexpr int PANEL = 1;     // groups whose sums are put aside: they stay in registers
+constexpr int SCALED = 8;    // rows that are scaled and added together
+constexpr int outputs_of(int) { return 16; }  // of a block, for weights of so many bits
+template <int BITS>
+using Sum = int32_t;
 
 struct Lanes {
     __m512 v;
 };
-inline Lanes zeros() { return {_mm512_setzero_ps()}; }
 inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline Lanes load(const uint16_t* p) {
-    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
+inline Lanes load(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline Lanes load(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 inline void store(float* p, Lanes a) { _mm512_storeu_ps(p, a.v); }
 inline Lanes scaled(Lanes a, float s) { return {_mm512_mul_ps(a.v, _mm512_set1_ps(s))}; }
 inline Lanes plus(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Lanes fma(Lanes a, float s, Lanes c) { return {_mm512_fmadd_ps(a.v, _mm512_set1_ps(s), c.v)}; }
+inline void keep(Lanes&) {}
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define ISA "AVX2"
+#define ISA_AVX2
+constexpr int WIDTH = 8;
 constexpr int TILE = 6;
+constexpr int TOGETHER = 2;
+constexpr int PANEL = 16;
+constexpr int SCALED = 3;
+constexpr int outputs_of(int bits) { return bits == 4 ? 32 : 16; }
+template <int BITS>
+using Sum = std::conditional_t<BITS == 8, int32_t, int16_t>;
 
 struct Lanes {
-    __m256 low, high;
+    __m256 v;
 };
-inline Lanes zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline Lanes load(const uint16_t* p) {
-    auto half = [](const uint16_t* q) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))); };
-    return {half(p), half(p + 8)};
+inline Lanes load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Lanes load(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline Lanes load(const int32_t* p) { return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline Lanes load(const int16_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-inline void store(float* p, Lanes a) {
-    _mm256_storeu_ps(p, a.low);
-    _mm256_storeu_ps(p + 8, a.high);
-}
-inline Lanes scaled(Lanes a, float s) {
-    const __m256 v = _mm256_set1_ps(s);
-    return {_mm256_mul_ps(a.low, v), _mm256_mul_ps(a.high, v)};
-}
-inline Lanes plus(Lanes a, Lanes b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
-inline Lanes fma(Lanes a, Lanes b, Lanes c) {
-    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-}
-inline Lanes fma(Lanes a, float s, Lanes c) {
-    const __m256 v = _mm256_set1_ps(s);
-    return {_mm256_fmadd_ps(a.low, v, c.low), _mm256_fmadd_ps(a.high, v, c.high)};
-}
+inline void store(float* p, Lanes a) { _mm256_storeu_ps(p, a.v); }
+inline Lanes scaled(Lanes a, float s) { return {_mm256_mul_ps(a.v, _mm256_set1_ps(s))}; }
+inline Lanes plus(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Lanes fma(Lanes a, float s, Lanes c) { return {_mm256_fmadd_ps(a.v, _mm256_set1_ps(s), c.v)}; }
+
+// Says that the value is needed here, in a register: gcc would else compute all products first, spill them and add them at
+// the end, and load weights anew for each row.
+inline void keep(__m256i& value) { asm("" : "+x"(value)); }
+inline void keep(Lanes& value) { asm("" : "+x"(value.v)); }
 
 #else
 #define ISA "plain C"
+constexpr int WIDTH = 16;
 constexpr int TILE = 4;
+constexpr int TOGETHER = 2;
+constexpr int PANEL = 1;
+constexpr int SCALED = 4;
+constexpr int outputs_of(int) { return 16; }
+template <int BITS>
+using Sum = int32_t;
 
 struct Lanes {
-    float v[LANES];
+    float v[WIDTH];
 };
 float from_half(uint16_t h) {
     const uint32_t exponent = (h >> 10) & 31, fraction = h & 1023u;
@@ -104,17 +125,15 @@ float from_half(uint16_t h) {
     return h & 0x8000 ? -value : value;
 }
 inline float from_half(float f) { return f; }
+inline float from_half(int32_t whole) { return float(whole); }
 template <class Function>
 inline Lanes each(Function f) {
     Lanes a;
-    for (int lane = 0; lane < LANES; ++lane) a.v[lane] = f(lane);
+    for (int lane = 0; lane < WIDTH; ++lane) a.v[lane] = f(lane);
     return a;
 }
-inline Lanes zeros() {
-    return each([](int) { return 0.0f; });
-}
-template <class Scale>
-inline Lanes load(const Scale* p) {
+template <class Number>
+inline Lanes load(const Number* p) {
     return each([=](int lane) { return from_half(p[lane]); });
 }
 inline void store(float* p, const Lanes& a) { std::memcpy(p, a.v, sizeof a.v); }
@@ -130,27 +149,33 @@ inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
 inline Lanes fma(const Lanes& a, float s, const Lanes& c) {
     return each([&](int lane) { return a.v[lane] * s + c.v[lane]; });
 }
+inline void keep(Lanes&) {}
 #endif
 
 // ---- activations -----------------------------------------------------------------------------------------------------
 
-// Rows quantised to 8 bits. Memory of the calling thread, kept for its next call.
-struct Activations {
-    int groups = 0;
-    std::vector<int8_t> q;        // [row][input]
-    std::vector<int16_t> q16;     // [row][input], each four as 0 2 1 3: for AVX2 with weights of 8 bits, else left as it was
-    bool wants_q16 = false;
-    std::vector<int32_t> sum;     // [row][group], of the q
-    std::vector<float> scale;     // [row][group]
-    std::vector<float> total;     // [row][group]: scale * sum
+constexpr int STEPS = GROUP / TOGETHER;  // of a group
+#if defined(ISA_AVX2)
+constexpr int Q_BYTES = 2 * GROUP;  // of a row's group: with weights of 4 bits each pair of bytes twice, with weights of 8 bits in 16 bits
+#else
+constexpr int Q_BYTES = GROUP;
+#endif
 
-    void resize(int64_t rows, int group_count) {
+// Rows quantised to 8 bits for weights of 4 or of 8 bits. Memory of the calling thread, kept for its next call.
+struct Activations {
+    int bits = 0, groups = 0;
+    std::vector<int8_t> q;       // [row][group], Q_BYTES each
+    std::vector<int32_t> start;  // [row][group]: what a sum in a lane begins with
+    std::vector<float> scale;    // [row][group]
+    std::vector<float> total;    // [row][group]: scale * sum of q
+
+    void resize(int64_t rows, int group_count, int weight_bits) {
+        bits = weight_bits;
         groups = group_count;
         const size_t count = size_t(rows) * groups;
         if (scale.size() < count) {
-            q.resize(count * GROUP);
-            q16.resize(count * GROUP);
-            sum.resize(count);
+            q.resize(count * Q_BYTES);
+            start.resize(count);
             scale.resize(count);
             total.resize(count);
         }
@@ -172,8 +197,10 @@ inline GroupScale group_scale(int32_t largest_bits) {  // magnitudes compare as 
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-// Writes q, and q16 if it is not null; returns the sum of q; x has a whole group.
-inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& scale) {
+inline void write(int8_t* p, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+
+// Writes q as the dot products for weights of so many bits read it; returns the sum of q; x has a whole group.
+inline int32_t quantise_values(const float* x, int bits, int8_t* q, float& scale) {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256 v[4];
     __m256i most = _mm256_setzero_si256();
@@ -193,13 +220,17 @@ inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& s
     __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
     packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     if (scale != scale) packed = _mm256_setzero_si256();
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), packed);
     const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(packed, 8), 8), odd = _mm256_srai_epi16(packed, 8);
-    if (q16) {
-        const __m256i first = _mm256_unpacklo_epi32(even, odd), second = _mm256_unpackhi_epi32(even, odd);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(q16), _mm256_permute2x128_si256(first, second, 0x20));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(q16 + 16), _mm256_permute2x128_si256(first, second, 0x31));
-    }
+#if defined(ISA_AVX2)
+    const __m256i other = bits == 4 ? packed : odd;
+    const __m256i first = bits == 4 ? _mm256_unpacklo_epi16(packed, other) : _mm256_unpacklo_epi16(even, other);
+    const __m256i second = bits == 4 ? _mm256_unpackhi_epi16(packed, other) : _mm256_unpackhi_epi16(even, other);
+    write(q, _mm256_permute2x128_si256(first, second, 0x20));
+    write(q + 32, _mm256_permute2x128_si256(first, second, 0x31));
+#else
+    (void)bits;
+    write(q, packed);
+#endif
     const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(even, odd), _mm256_set1_epi16(1));
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
@@ -209,7 +240,7 @@ inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& s
 
 #else
 
-inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& scale) {
+inline int32_t quantise_values(const float* x, int, int8_t* q, float& scale) {
     int32_t bits[GROUP], largest = 0, sum = 0;
     std::memcpy(bits, x, sizeof bits);
     for (int i = 0; i < GROUP; ++i) largest = std::max(largest, bits[i] & 0x7fffffff);
@@ -218,7 +249,6 @@ inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& s
     for (int i = 0; i < GROUP; ++i) {
         const int32_t value = found.inverse > 0 ? int32_t(std::nearbyint(x[i] * found.inverse)) : 0;
         q[i] = int8_t(value);
-        if (q16) q16[i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)] = int16_t(value);
         sum += value;
     }
     return sum;
@@ -226,14 +256,26 @@ inline int32_t quantise_values(const float* x, int8_t* q, int16_t* q16, float& s
 
 #endif
 
+// What a lane's sum begins with, for the sum of a row's q: 4-bit weights are less by 8 than they are stored.
+inline int32_t start_of(int bits, int32_t sum) {
+#if defined(ISA_AVX2)  // two lanes of 16 bits, which hold every final sum and may overflow on the way there
+    return bits == 4 ? int32_t(uint32_t(uint16_t(-8 * sum)) * 0x10001u) : 0;
+#elif defined(ISA_VNNI)  // the instruction wants one side unsigned, so 8-bit weights get 128 added
+    return sum * (bits == 4 ? -8 : -128);
+#else
+    return bits == 4 ? -8 * sum : 0;
+#endif
+}
+
 void quantise_group(const float* x, int count, Activations& to, size_t at) {
     float padded[GROUP] = {};
     if (count < GROUP) {
         std::memcpy(padded, x, sizeof(float) * count);
         x = padded;
     }
-    to.sum[at] = quantise_values(x, &to.q[at * GROUP], to.wants_q16 ? &to.q16[at * GROUP] : nullptr, to.scale[at]);
-    to.total[at] = to.scale[at] * float(to.sum[at]);
+    const int32_t sum = quantise_values(x, to.bits, &to.q[at * Q_BYTES], to.scale[at]);
+    to.start[at] = start_of(to.bits, sum);
+    to.total[at] = to.scale[at] * float(sum);
 }
 
 void quantise_row(const float* x, int64_t inputs, Activations& to, int64_t row) {
@@ -243,45 +285,47 @@ void quantise_row(const float* x, int64_t inputs, Activations& to, int64_t row) 
     }
 }
 
-// ---- the dot products of one group: ROWS rows with the 16 outputs of a block ------------------------------------------
+// ---- the dot products of one group: ROWS rows with the outputs of a block ----------------------------------------------
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+// A tile's activations: rows apart by so many groups.
+struct Rows {
+    const int8_t* q;
+    const int32_t* start;
+    const float *scale, *total;
+    size_t stride;
+    Rows from(int group) const { return {q + group * Q_BYTES, start + group, scale + group, total + group, stride}; }
+    const void* inputs(int row, int step) const { return q + row * stride * Q_BYTES + step * (Q_BYTES / STEPS); }
+};
 
-template <Form FORM, int ROWS>
-inline void dots(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
+#if defined(ISA_VNNI)
+
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
     __m512i sums[ROWS];
-    // Signed weights get 128 added, as the instruction wants one side unsigned; the sum starts with what that is too much.
-    for (int r = 0; r < ROWS; ++r)
-        sums[r] = FORM == SIGNED ? _mm512_set1_epi32(-128 * x.sum[at + r * stride]) : _mm512_setzero_si512();
+    for (int r = 0; r < ROWS; ++r) sums[r] = _mm512_set1_epi32(x.start[r * x.stride]);
     auto step = [&](int t, __m512i w) {
         for (int r = 0; r < ROWS; ++r) {
             int32_t four;
-            std::memcpy(&four, &x.q[(at + r * stride) * GROUP + t * 4], 4);
+            std::memcpy(&four, x.inputs(r, t), 4);
             sums[r] = _mm512_dpbusd_epi32(sums[r], w, _mm512_set1_epi32(four));
         }
     };
     const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(char(0x80));
-    if constexpr (FORM == HALVES) {
+    if constexpr (BITS == 4) {
         for (int t = 0; t < STEPS / 2; ++t) {
             const __m512i both = _mm512_loadu_si512(weights + t * 64);
             step(t, _mm512_and_si512(both, low));
             step(t + STEPS / 2, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
         }
     } else {
-        for (int t = 0; t < STEPS; ++t) {
-            const __m512i w = _mm512_loadu_si512(weights + t * 64);
-            step(t, FORM == SIGNED ? _mm512_xor_si512(w, sign) : w);
-        }
+        for (int t = 0; t < STEPS; ++t) step(t, _mm512_xor_si512(_mm512_loadu_si512(weights + t * 64), sign));
     }
-    for (int r = 0; r < ROWS; ++r) result[r] = {_mm512_cvtepi32_ps(sums[r])};
+    for (int r = 0; r < ROWS; ++r) _mm512_storeu_si512(result[r], sums[r]);
 }
 
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#elif defined(ISA_AVX2)
 
 inline __m256i bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-
-// Says that the sum is needed here: gcc would else compute all products first, spill them, and add them at the end.
-inline void keep(__m256i& sum) { asm("" : "+x"(sum)); }
 
 inline __m256i broadcast(const void* p) {
     int32_t four;
@@ -289,90 +333,139 @@ inline __m256i broadcast(const void* p) {
     return _mm256_set1_epi32(four);
 }
 
-// 0 to 15: a product of two pairs is at most 2 * 15 * 127 = 3810, so the eight steps of a group fit 16 bits.
-template <Form FORM, int ROWS>
-inline void dots_unsigned(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
-    __m256i low[ROWS], high[ROWS];
-    auto step = [&](int t, __m256i w0, __m256i w1) {
-        for (int r = 0; r < ROWS; ++r) {
-            const __m256i a = broadcast(&x.q[(at + r * stride) * GROUP + t * 4]);
-            const __m256i p0 = _mm256_maddubs_epi16(w0, a), p1 = _mm256_maddubs_epi16(w1, a);
-            low[r] = t == 0 ? p0 : _mm256_add_epi16(low[r], p0);
-            high[r] = t == 0 ? p1 : _mm256_add_epi16(high[r], p1);
-            keep(low[r]);
-            keep(high[r]);
-        }
-    };
-    if constexpr (FORM == HALVES) {
-        const __m256i mask = _mm256_set1_epi8(15);
-#pragma GCC unroll 4
-        for (int t = 0; t < STEPS / 2; ++t) {
-            const __m256i b0 = bytes(weights + t * 64), b1 = bytes(weights + t * 64 + 32);
-            step(t, _mm256_and_si256(b0, mask), _mm256_and_si256(b1, mask));
-            step(t + STEPS / 2, _mm256_and_si256(_mm256_srli_epi16(b0, 4), mask),
-                 _mm256_and_si256(_mm256_srli_epi16(b1, 4), mask));
-        }
-    } else {
-#pragma GCC unroll 8
-        for (int t = 0; t < STEPS; ++t) step(t, bytes(weights + t * 64), bytes(weights + t * 64 + 32));
-    }
-    const __m256i ones = _mm256_set1_epi16(1);
+inline __m256i unpacked(__m256i both, bool upper) { return _mm256_and_si256(upper ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15)); }
+
+// One vector is two inputs of 16 outputs. The sum of 32 products of q - 8, at most 32 * 8 * 127, fits 16 bits.
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int16_t (&result)[ROWS][OUTPUTS]) {
+    constexpr int PARTS = OUTPUTS / 16;
+    __m256i sums[ROWS][PARTS];
     for (int r = 0; r < ROWS; ++r)
-        result[r] = {_mm256_cvtepi32_ps(_mm256_madd_epi16(low[r], ones)), _mm256_cvtepi32_ps(_mm256_madd_epi16(high[r], ones))};
+        for (int part = 0; part < PARTS; ++part) sums[r][part] = broadcast(x.start + r * x.stride);
+#pragma GCC unroll 16
+    for (int t = 0; t < STEPS; ++t) {
+        __m256i w[PARTS], products[PARTS];
+        for (int part = 0; part < PARTS; ++part) {
+            w[part] = unpacked(bytes(weights + (t % (STEPS / 2) * PARTS + part) * 32), t >= STEPS / 2);
+            keep(w[part]);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            const __m256i a = broadcast(x.inputs(r, t));
+            for (int part = 0; part < PARTS; ++part) products[part] = _mm256_maddubs_epi16(w[part], a);
+            for (int part = 0; part < PARTS; ++part) {
+                sums[r][part] = _mm256_add_epi16(sums[r][part], products[part]);
+                keep(sums[r][part]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int part = 0; part < PARTS; ++part) _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r] + part * 16), sums[r][part]);
 }
 
-// 8 bits: inputs 0 and 2 of each four are widened together, then 1 and 3, which is why activations lie in that order.
-template <int ROWS>
-inline void dots_signed(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
+// 8 bits are widened to 16: one vector is two inputs of eight outputs.
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
+    static_assert(BITS == 8 && OUTPUTS == 16);
     __m256i low[ROWS], high[ROWS];
     for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
-    auto step = [&](int pair, __m256i w0, __m256i w1) {
+    auto widened = [](const uint8_t* p) {
+        __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        keep(wide);
+        return wide;
+    };
+#pragma GCC unroll 16
+    for (int t = 0; t < STEPS; ++t) {
+        const __m256i w0 = widened(weights + t * 32), w1 = widened(weights + t * 32 + 16);
         for (int r = 0; r < ROWS; ++r) {
-            const __m256i a = broadcast(&x.q16[(at + r * stride) * GROUP + pair * 2]);
+            const __m256i a = broadcast(x.inputs(r, t));
             low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(w0, a));
             high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(w1, a));
             keep(low[r]);
             keep(high[r]);
         }
-    };
-#pragma GCC unroll 8
-    for (int t = 0; t < STEPS; ++t) {
-        const __m256i b0 = bytes(weights + t * 64), b1 = bytes(weights + t * 64 + 32);
-        step(2 * t, _mm256_srai_epi16(_mm256_slli_epi16(b0, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(b1, 8), 8));
-        step(2 * t + 1, _mm256_srai_epi16(b0, 8), _mm256_srai_epi16(b1, 8));
     }
-    for (int r = 0; r < ROWS; ++r) result[r] = {_mm256_cvtepi32_ps(low[r]), _mm256_cvtepi32_ps(high[r])};
-}
-
-template <Form FORM, int ROWS>
-inline void dots(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
-    if constexpr (FORM == SIGNED)
-        dots_signed(weights, x, at, stride, result);
-    else
-        dots_unsigned<FORM>(weights, x, at, stride, result);
+    for (int r = 0; r < ROWS; ++r) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r]), low[r]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r] + 8), high[r]);
+    }
 }
 
 #else
 
-template <Form FORM, int ROWS>
-inline void dots(const uint8_t* weights, const Activations& x, size_t at, size_t stride, Lanes (&result)[ROWS]) {
-    int32_t sums[ROWS][LANES] = {};
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
+    constexpr int LINE = OUTPUTS * TOGETHER;
+    for (int r = 0; r < ROWS; ++r)
+        for (int lane = 0; lane < OUTPUTS; ++lane) result[r][lane] = x.start[r * x.stride];
     for (int t = 0; t < STEPS; ++t) {
-        int8_t w[LANES * 4];
-        const uint8_t* line = weights + (FORM == HALVES ? t % 4 : t) * LANES * 4;
-        for (int i = 0; i < LANES * 4; ++i) w[i] = int8_t(FORM == HALVES ? (t < 4 ? line[i] & 15 : line[i] >> 4) : line[i]);
+        int8_t w[LINE];
+        const uint8_t* line = weights + (BITS == 4 ? t % (STEPS / 2) : t) * LINE;
+        for (int i = 0; i < LINE; ++i) w[i] = int8_t(BITS == 8 ? line[i] : t < STEPS / 2 ? line[i] & 15 : line[i] >> 4);
         for (int r = 0; r < ROWS; ++r) {
-            const int8_t* a = &x.q[(at + r * stride) * GROUP + t * 4];
-            for (int lane = 0; lane < LANES; ++lane)
-                for (int i = 0; i < 4; ++i) sums[r][lane] += int32_t(w[lane * 4 + i]) * a[i];
+            const auto* a = static_cast<const int8_t*>(x.inputs(r, t));
+            for (int lane = 0; lane < OUTPUTS; ++lane)
+                for (int i = 0; i < TOGETHER; ++i) result[r][lane] += int32_t(w[lane * TOGETHER + i]) * a[i];
         }
     }
-    for (int r = 0; r < ROWS; ++r) result[r] = each([&](int lane) { return float(sums[r][lane]); });
 }
 
 #endif
 
-// ---- a block of outputs ----------------------------------------------------------------------------------------------
+// ---- a tile: some rows with the outputs of a block -----------------------------------------------------------------------
+
+// How the packed weights lie.
+struct Format {
+    int bits;
+    bool half, minima;  // whether scales are float16, not float32; whether there are minima
+    int outputs() const { return outputs_of(bits); }
+    int64_t blocks(int64_t all) const { return (all + outputs() - 1) / outputs(); }
+    size_t scales_bytes() const { return outputs() * (half ? 2 : 4) * (minima ? 2 : 1); }
+    size_t group_bytes() const { return scales_bytes() + outputs() * GROUP * bits / 8; }
+};
+
+// The same where it is known to the compiler.
+template <int BITS, bool HALF, bool MINIMA>
+struct Kind {
+    using Scale = std::conditional_t<HALF, uint16_t, float>;
+    static constexpr bool minima = MINIMA;
+    static constexpr int bits = BITS, outputs = outputs_of(BITS);
+    static constexpr size_t scales_bytes = outputs * sizeof(Scale) * (MINIMA ? 2 : 1), group_bytes = scales_bytes + outputs * GROUP * BITS / 8;
+};
+
+// Groups' sums of COUNT rows, scaled and added to y.
+template <class Kind, int COUNT, class Sum, int ROWS, int OUTPUTS>
+void add_scaled(const uint8_t* weights, const Rows& x, int groups, int row, const Sum (*sums)[ROWS][OUTPUTS], float (*y)[OUTPUTS]) {
+    constexpr int PARTS = OUTPUTS / WIDTH;
+    Lanes totals[COUNT][PARTS];
+    for (int r = 0; r < COUNT; ++r)
+        for (int part = 0; part < PARTS; ++part) totals[r][part] = load(y[row + r] + part * WIDTH);
+    const size_t first = row * x.stride;
+    for (int group = 0; group < groups; ++group) {
+        for (int part = 0; part < PARTS; ++part) {
+            const auto* scales = reinterpret_cast<const typename Kind::Scale*>(weights + group * Kind::group_bytes) + part * WIDTH;
+            const Lanes scale = load(scales);
+            for (int r = 0; r < COUNT; ++r) {
+                const Lanes product = scaled(load(sums[group][row + r] + part * WIDTH), x.scale[first + r * x.stride + group]);
+                totals[r][part] = fma(product, scale, totals[r][part]);
+            }
+            if constexpr (Kind::minima) {
+                const Lanes minimum = fma(scale, 8.0f, load(scales + OUTPUTS));  // of q - 8
+                for (int r = 0; r < COUNT; ++r) totals[r][part] = fma(minimum, x.total[first + r * x.stride + group], totals[r][part]);
+            }
+        }
+    }
+    for (int r = 0; r < COUNT; ++r)
+        for (int part = 0; part < PARTS; ++part) store(y[row + r] + part * WIDTH, totals[r][part]);
+}
+
+template <class Kind, int ROW = 0, class Sum, int ROWS, int OUTPUTS>
+inline void add_all_scaled(const uint8_t* weights, const Rows& x, int groups, const Sum (*sums)[ROWS][OUTPUTS], float (*y)[OUTPUTS]) {
+    constexpr int PIECES = (ROWS + SCALED - 1) / SCALED, COUNT = (ROWS + PIECES - 1) / PIECES;
+    if constexpr (ROW < ROWS) {
+        add_scaled<Kind, std::min(COUNT, ROWS - ROW)>(weights, x, groups, ROW, sums, y);
+        add_all_scaled<Kind, ROW + COUNT>(weights, x, groups, sums, y);
+    }
+}
 
 struct Output {
     float* y;            // [row][output]
@@ -381,125 +474,141 @@ struct Output {
     int64_t outputs;
 };
 
-// A block's weights: scales and minima where they are stored; q there too, or spread to bytes.
-struct Block {
-    const uint8_t* scales;
-    const uint8_t* q;
-    size_t scales_stride, q_stride;  // bytes from one group to the next
-    bool half;                       // whether scales are float16, not float32
-};
-
-inline Lanes load_scales(const uint8_t* p, bool half, int first) {
-    return half ? load(reinterpret_cast<const uint16_t*>(p) + first) : load(reinterpret_cast<const float*>(p) + first);
+// A row of a tile, its outputs from `first` on.
+void write_row(const float* sums, int outputs, const Output& out, int64_t row, int64_t first) {
+    const int64_t count = std::min<int64_t>(outputs, out.outputs - first);
+    const float* bias = out.bias ? out.bias + first : nullptr;
+    float* y = out.y + row * out.stride + first;
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) store(y + i, bias ? plus(load(sums + i), load(bias + i)) : load(sums + i));
+    for (; i < count; ++i) y[i] = sums[i] + (bias ? bias[i] : 0.0f);
 }
 
-template <Form FORM, int ROWS>
-void tile(const Block& block, const Activations& x, int64_t row, const Output& out, int64_t first) {
-    Lanes sums[ROWS], products[ROWS];
-    for (int r = 0; r < ROWS; ++r) sums[r] = zeros();
-    const size_t stride = x.groups;
-    for (int group = 0; group < x.groups; ++group) {
-        const size_t at = size_t(row) * stride + group;
-        const uint8_t* scales = block.scales + group * block.scales_stride;
-        dots<FORM, ROWS>(block.q + group * block.q_stride, x, at, stride, products);
-        const Lanes scale = load_scales(scales, block.half, 0);
-        for (int r = 0; r < ROWS; ++r) sums[r] = fma(scaled(products[r], x.scale[at + r * stride]), scale, sums[r]);
-        if (FORM != SIGNED) {
-            const Lanes minimum = load_scales(scales, block.half, LANES);
-            for (int r = 0; r < ROWS; ++r) sums[r] = fma(minimum, x.total[at + r * stride], sums[r]);
+template <class Kind, int ROWS>
+void tile(const uint8_t* weights, const Activations& x, int64_t row, const Output& out, int64_t first) {
+    alignas(64) Sum<Kind::bits> sums[PANEL][ROWS][Kind::outputs];
+    alignas(64) float y[ROWS][Kind::outputs] = {};
+    const size_t at = size_t(row) * x.groups;
+    Rows rows{&x.q[at * Q_BYTES], &x.start[at], &x.scale[at], &x.total[at], size_t(x.groups)};
+    for (int group = 0; group < x.groups; group += PANEL) {
+        const int groups = std::min(PANEL, x.groups - group);
+        for (int g = 0; g < groups; ++g) {
+            const uint8_t* from = weights + g * Kind::group_bytes;
+            for (size_t line = 0; line < Kind::group_bytes; line += 64) __builtin_prefetch(from + AHEAD + line);
+            dots<Kind::bits>(from + Kind::scales_bytes, rows.from(g), sums[g]);
         }
+        add_all_scaled<Kind>(weights, rows, groups, sums, y);
+        weights += groups * Kind::group_bytes;
+        rows = rows.from(groups);
     }
-    const int64_t count = std::min<int64_t>(LANES, out.outputs - first);
-    for (int r = 0; r < ROWS; ++r) {
-        float* y = out.y + (row + r) * out.stride + first;
-        if (count == LANES) {
-            store(y, out.bias ? plus(sums[r], load(out.bias + first)) : sums[r]);
-        } else {
-            float values[LANES];
-            store(values, sums[r]);
-            for (int64_t i = 0; i < count; ++i) y[i] = values[i] + (out.bias ? out.bias[first + i] : 0.0f);
-        }
-    }
+    for (int r = 0; r < ROWS; ++r) write_row(y[r], Kind::outputs, out, row + r, first);
 }
 
-template <Form FORM, int ROWS = TILE>
-void tile_of(int64_t rows, const Block& block, const Activations& x, int64_t row, const Output& out, int64_t first) {
+template <class Kind, int ROWS = TILE>
+void tile_of(int64_t rows, const uint8_t* weights, const Activations& x, int64_t row, const Output& out, int64_t first) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS)
-            tile<FORM, ROWS>(block, x, row, out, first);
+            tile<Kind, ROWS>(weights, x, row, out, first);
         else
-            tile_of<FORM, ROWS - 1>(rows, block, x, row, out, first);
+            tile_of<Kind, ROWS - 1>(rows, weights, x, row, out, first);
     }
 }
 
+// ---- all rows with all outputs -----------------------------------------------------------------------------------------
+
+struct Weights {
+    const uint8_t* packed;
+    Format format;
+    int64_t blocks;
+};
+
 // All rows with one block, in tiles of nearly the same size.
-template <Form FORM>
-void tiles(const Block& block, const Activations& x, int64_t rows, const Output& out, int64_t first) {
+template <class Kind>
+void multiply(const Activations& x, int64_t rows, const Weights& weights, const Output& out, int64_t block) {
+    const uint8_t* first = weights.packed + block * x.groups * Kind::group_bytes;
     const int64_t count = (rows + TILE - 1) / TILE;
     for (int64_t t = 0, row = 0; t < count; ++t) {
         const int64_t size = (rows - row + count - t - 1) / (count - t);
-        tile_of<FORM>(size, block, x, row, out, first);
+        tile_of<Kind>(size, first, x, row, out, block * Kind::outputs);
         row += size;
     }
 }
 
-// The halves of a block's groups, each to a byte of its own.
-const uint8_t* spread(const uint8_t* q, size_t stride, int groups) {
-    static thread_local std::vector<uint8_t> kept;
-    if (kept.size() < size_t(groups) * form_bytes(BYTES)) kept.resize(size_t(groups) * form_bytes(BYTES));
-    uint8_t* to = kept.data();
-    for (int group = 0; group < groups; ++group, q += stride, to += form_bytes(BYTES))
-        for (int i = 0; i < form_bytes(HALVES); ++i) {
-            to[i] = q[i] & 15;
-            to[i + form_bytes(HALVES)] = q[i] >> 4;
-        }
-    return kept.data();
+using Multiply = void (*)(const Activations&, int64_t, const Weights&, const Output&, int64_t);
+Multiply multiply_of(Format format) {
+    if (format.bits == 8) return format.half ? multiply<Kind<8, true, false>> : multiply<Kind<8, false, false>>;
+    if (format.minima) return format.half ? multiply<Kind<4, true, true>> : multiply<Kind<4, false, true>>;
+    return format.half ? multiply<Kind<4, true, false>> : multiply<Kind<4, false, false>>;
 }
 
-// How the packed weights lie.
-struct Format {
-    int bits;
-    bool half;
-    size_t scales_bytes() const { return LANES * (half ? 2 : 4) * (bits == 4 ? 2 : 1); }
-    size_t group_bytes() const { return scales_bytes() + LANES * GROUP * bits / 8; }
+// Where the rows are.
+struct Input {
+    const float* x;
+    int64_t stride, inputs;
+    int groups() const { return int((inputs + GROUP - 1) / GROUP); }
+    const float* row(int64_t index) const { return x + index * stride; }
 };
 
-void multiply(const Activations& x, int64_t rows, const uint8_t* packed, Format format, const Output& out, int64_t index) {
-    const size_t stride = format.group_bytes();
-    const uint8_t* first = packed + size_t(index) * x.groups * stride;
-    const Block stored{first, first + format.scales_bytes(), stride, stride, format.half};
-    if (format.bits == 8) {
-        tiles<SIGNED>(stored, x, rows, out, index * LANES);
-    } else if (rows <= FEW) {
-        tiles<HALVES>(stored, x, rows, out, index * LANES);
-    } else {
-        const uint8_t* q = spread(stored.q, stride, x.groups);
-        tiles<BYTES>(Block{first, q, stride, form_bytes(BYTES), format.half}, x, rows, out, index * LANES);
+// Each thread has some of the rows and all outputs, and goes through the weights with as many rows as its cache holds.
+void share_rows(const Input& input, int64_t rows, const Weights& weights, const Output& out, int threads) {
+    const Multiply multiply = multiply_of(weights.format);
+    const int64_t most = std::max<int64_t>(CHUNK / (input.groups() * Q_BYTES) / TILE, 4) * TILE;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int thread = 0; thread < threads; ++thread) {
+        static thread_local Activations x;
+        const int64_t first = rows * thread / threads, end = rows * (thread + 1) / threads, chunks = (end - first + most - 1) / most;
+        for (int64_t chunk = 0, row = first; chunk < chunks; ++chunk) {
+            const int64_t count = (end - row + chunks - chunk - 1) / (chunks - chunk);
+            x.resize(count, input.groups(), weights.format.bits);
+            for (int64_t r = 0; r < count; ++r) quantise_row(input.row(row + r), input.inputs, x, r);
+            const Output part{out.y + row * out.stride, out.stride, out.bias, out.outputs};
+            for (int64_t block = 0; block < weights.blocks; ++block) multiply(x, count, weights, part, block);
+            row += count;
+        }
+    }
+}
+
+// Each thread has all rows and some of the outputs.
+void share_outputs(const Input& input, int64_t rows, const Weights& weights, const Output& out, int threads) {
+    const Multiply multiply = multiply_of(weights.format);
+    static thread_local Activations kept;
+    Activations& x = kept;
+    x.resize(rows, input.groups(), weights.format.bits);
+    const bool few = rows <= 2;  // then waiting for each other would take longer than doing it
+    if (few)
+        for (int64_t row = 0; row < rows; ++row) quantise_row(input.row(row), input.inputs, x, row);
+#pragma omp parallel num_threads(threads)
+    {
+        if (!few) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; ++row) quantise_row(input.row(row), input.inputs, x, row);
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t block = 0; block < weights.blocks; ++block) multiply(x, rows, weights, out, block);
     }
 }
 
 template <class Scale>
-void pack_block(int bits, const uint8_t* q, const Scale* scale, const Scale* minimum, int64_t outputs, int64_t groups,
-                int64_t block, uint8_t* to) {
-    for (int64_t group = 0; group < groups; ++group) {
+void pack_block(Format format, const uint8_t* q, const Scale* scale, const Scale* minimum, int64_t outputs, int64_t groups, int64_t block,
+                uint8_t* to) {
+    const int lanes = format.outputs(), line = lanes * TOGETHER;
+    for (int64_t group = 0; group < groups; ++group, to += format.group_bytes()) {
+        std::memset(to, 0, format.group_bytes());
         auto* scales = reinterpret_cast<Scale*>(to);
-        to += LANES * sizeof(Scale) * (bits == 4 ? 2 : 1);
-        std::memset(scales, 0, to - reinterpret_cast<uint8_t*>(scales));
-        std::memset(to, 0, LANES * GROUP * bits / 8);
-        for (int lane = 0; lane < LANES && block * LANES + lane < outputs; ++lane) {
-            const int64_t at = (block * LANES + lane) * groups + group;
+        uint8_t* bytes = to + format.scales_bytes();
+        for (int lane = 0; lane < lanes && block * lanes + lane < outputs; ++lane) {
+            const int64_t at = (block * lanes + lane) * groups + group;
             scales[lane] = scale[at];
-            if (bits == 4) scales[LANES + lane] = minimum[at];
+            if (format.minima) scales[lanes + lane] = minimum[at];
             for (int i = 0; i < GROUP; ++i) {
-                const int step = i / 4;
+                const int step = i / TOGETHER, place = lane * TOGETHER + i % TOGETHER;
                 const uint8_t value = q[at * GROUP + i];
-                if (bits == 4)
-                    to[(step % 4) * LANES * 4 + lane * 4 + i % 4] |= step < 4 ? value : uint8_t(value << 4);
+                if (format.bits == 4)
+                    bytes[step % (STEPS / 2) * line + place] |= step < STEPS / 2 ? value : uint8_t(value << 4);
                 else
-                    to[step * LANES * 4 + lane * 4 + i % 4] = value;
+                    bytes[step * line + place] = value;
             }
         }
-        to += LANES * GROUP * bits / 8;
     }
 }
 
@@ -510,49 +619,41 @@ extern "C" {
 // The instructions that this library was compiled for.
 const char* linear_isa() { return ISA; }
 
-// Bytes of a packed weight.
-int64_t linear_packed_bytes(int64_t outputs, int64_t groups, int bits, int half) {
-    return (outputs + LANES - 1) / LANES * groups * int64_t(Format{bits, half != 0}.group_bytes());
+// Bytes of a packed weight. minima: whether it has them; 4-bit weights without have minima of -8 times their scales.
+int64_t linear_packed_bytes(int64_t outputs, int64_t groups, int bits, int half, int minima) {
+    const Format format{bits, half != 0, minima != 0};
+    return format.blocks(outputs) * groups * int64_t(format.group_bytes());
 }
 
-// q: a byte for each weight, [output][group][32]. scale, minimum: [output][group], float16 if half, else float32.
+// q: a byte for each weight, [output][group][32]. scale, minimum: [output][group], float16 if half, else float32; minimum
+// may be null.
 void linear_pack(const uint8_t* q, const void* scale, const void* minimum, int64_t outputs, int64_t groups, int bits,
                  int half, uint8_t* packed, int threads) {
-    const int64_t blocks = (outputs + LANES - 1) / LANES;
-    const int64_t size = linear_packed_bytes(LANES, groups, bits, half);
+    const Format format{bits, half != 0, minimum != nullptr};
+    const int64_t blocks = format.blocks(outputs);
+    const int64_t size = groups * int64_t(format.group_bytes());
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < blocks; ++block) {
         if (half)
-            pack_block(bits, q, static_cast<const uint16_t*>(scale), static_cast<const uint16_t*>(minimum), outputs, groups,
-                       block, packed + block * size);
+            pack_block(format, q, static_cast<const uint16_t*>(scale), static_cast<const uint16_t*>(minimum), outputs, groups, block,
+                       packed + block * size);
         else
-            pack_block(bits, q, static_cast<const float*>(scale), static_cast<const float*>(minimum), outputs, groups, block,
+            pack_block(format, q, static_cast<const float*>(scale), static_cast<const float*>(minimum), outputs, groups, block,
                        packed + block * size);
     }
 }
 
 // x: [rows][inputs], rows x_stride floats apart. y: [rows][outputs], rows y_stride floats apart. bias: [outputs] or null.
-void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half,
+void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, int minima,
                 const float* bias, float* y, int64_t y_stride, int64_t outputs, int threads) {
-    static thread_local Activations kept;
-    Activations& quantised = kept;
-    quantised.resize(rows, int((inputs + GROUP - 1) / GROUP));
-    quantised.wants_q16 = bits == 8;
+    const Input input{x, x_stride, inputs};
+    const Format format{bits, half != 0, minima != 0};
+    const Weights weights{packed, format, format.blocks(outputs)};
     const Output out{y, y_stride, bias, outputs};
-    const Format format{bits, half != 0};
-    const int64_t blocks = (outputs + LANES - 1) / LANES;
-    const bool few = rows <= 2;  // then waiting for each other would take longer than doing it
-    if (few)
-        for (int64_t row = 0; row < rows; ++row) quantise_row(x + row * x_stride, inputs, quantised, row);
-#pragma omp parallel num_threads(threads)
-    {
-        if (!few) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; ++row) quantise_row(x + row * x_stride, inputs, quantised, row);
-        }
-#pragma omp for schedule(static) nowait
-        for (int64_t block = 0; block < blocks; ++block) multiply(quantised, rows, packed, format, out, block);
-    }
+    if (rows >= MANY * threads)
+        share_rows(input, rows, weights, out, threads);
+    else
+        share_outputs(input, rows, weights, out, threads);
 }
 
 }  // extern "C"

@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 native = pytest.mark.skipif(build.load("linear") is None, reason=build.built("linear").found)
 
 
-def quantised(bits: int, outputs: int, inputs: int, dtype: torch.dtype, generator: torch.Generator) -> QuantizedWeight:
-    """A weight of every value that the format has, extremes too."""
+def quantised(
+    bits: int, outputs: int, inputs: int, dtype: torch.dtype, generator: torch.Generator, centred: bool = False
+) -> QuantizedWeight:
+    """A weight of every value that the format has, extremes too; centred: with minima of -8 times their scales."""
     groups = -(-inputs // layer.GROUP)
     low, high, kind = (0, 16, torch.uint8) if bits == 4 else (-127, 128, torch.int8)
     q = torch.randint(low, high, (outputs, groups, layer.GROUP), generator=generator).to(kind)
     q[torch.rand(outputs, groups, generator=generator) < 0.2] = high - 1
     scale = (torch.rand(outputs, groups, generator=generator) * 0.02).to(dtype)
-    minimum = (torch.randn(outputs, groups, generator=generator) * 0.1).to(dtype) if bits == 4 else None
-    return QuantizedWeight(inputs, q, scale, minimum)
+    minimum = scale * -8 if centred else (torch.randn(outputs, groups, generator=generator) * 0.1).to(dtype)
+    return QuantizedWeight(inputs, q, scale, minimum if bits == 4 else None)
 
 
 def exactly(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -35,16 +37,17 @@ def exactly(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None)
     bits=st.sampled_from((4, 8)),
     dtype=st.sampled_from((torch.float16, torch.float32)),
     outputs=st.integers(1, 70),
-    inputs=st.integers(1, 200),
-    rows=st.integers(1, 21),
+    inputs=st.one_of(st.integers(1, 200), st.integers(500, 700)),  # some are more than the kernel sums at once
+    rows=st.integers(1, 100),
     biased=st.booleans(),
+    centred=st.booleans(),
     threads=st.integers(1, 3),
     seed=st.integers(0, 1 << 30),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_kernel_computes_the_reference(bits, dtype, outputs, inputs, rows, biased, threads, seed):
+def test_the_kernel_computes_the_reference(bits, dtype, outputs, inputs, rows, biased, centred, threads, seed):
     generator = torch.Generator().manual_seed(seed)
-    weight = quantised(bits, outputs, inputs, dtype, generator)
+    weight = quantised(bits, outputs, inputs, dtype, generator, centred)
     bias = torch.randn(outputs, generator=generator) if biased else None
     wide = torch.randn(rows, inputs + 5, generator=generator) * 10 ** torch.randint(-3, 3, (rows, 1), generator=generator)
     x = wide[:, :inputs]  # rows apart by more than their length
@@ -63,6 +66,35 @@ def test_the_kernel_computes_the_reference(bits, dtype, outputs, inputs, rows, b
     size = on_grid(x).double().abs() @ weight.dequantize().double().abs().T + (0 if bias is None else bias.double().abs())
     assert ((y - expected).abs() <= 1e-5 * size + 1e-30).all()
     assert ((reference(x, weight.dequantize(), bias) - expected).abs() <= 1e-5 * size + 1e-30).all()
+
+
+@native
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_at_their_largest_fit(bits):
+    high = 15 if bits == 4 else 127
+    for q in (0, high) if bits == 4 else (-high, high):
+        filled = torch.full((33, 2, layer.GROUP), q, dtype=torch.uint8 if bits == 4 else torch.int8)
+        scale = torch.ones(33, 2)
+        weight = QuantizedWeight(64, filled, scale, scale * -8 if bits == 4 else None)
+        for x in (torch.full((9, 64), 1.0), torch.full((9, 64), -1.0)):
+            expected = exactly(x, weight, None)
+            assert ((quantized_linear(weight, None)(x) - expected).abs() <= 1e-5 * expected.abs()).all()
+
+
+@native
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_long_prompt_is_its_rows(bits, threads):
+    generator = torch.Generator().manual_seed(5)
+    run = quantized_linear(quantised(bits, 50, 1600, torch.float16, generator, centred=True), None)
+    x = torch.randn(331, 1600, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = run(x)
+        assert torch.equal(y, torch.cat([run(part) for part in x.split((1, 2, 5, 31, 32, 33, 64, 65, 98))]))
+    finally:
+        torch.set_num_threads(before)
 
 
 @native
