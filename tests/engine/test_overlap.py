@@ -14,6 +14,7 @@ from agentrt.config import CacheConfig, EngineConfig, Limits, SchedulerConfig
 from agentrt.engine import executor as executors
 from agentrt.engine.assembly import build_engine
 from agentrt.engine.batch import ForwardBatch, NextDecode, SequenceStates, forward_batch, next_decode
+from agentrt.engine.live_request import LiveRequest
 from agentrt.engine.worker import Worker
 from agentrt.grammar import json_schema_spec
 from agentrt.request import FinishReason, Request, SamplingParams, TokenDelta
@@ -156,3 +157,20 @@ def test_deltas_go_out_and_requests_come_in_before_the_wait(tiny_model: Path) ->
     assert [delta.finish_reason for delta in deltas["endless"] if delta.finish_reason] == [FinishReason.ABORT]
     assert sum(len(delta.token_ids) for delta in deltas["endless"]) == 8
     assert [sum(len(delta.token_ids) for delta in deltas[name]) for name in ("ended", "late")] == [12, 2]
+
+
+def test_a_request_that_fails_while_a_step_runs_takes_only_itself_along(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request("good", [1, 2, 3], ignore_eos=True), request("bad", [4, 5], n=2, ignore_eos=True)]
+    take, told = LiveRequest._delta, []
+
+    def failing(self: LiveRequest, *arguments: Any) -> TokenDelta:
+        told.append(self.request.request_id)
+        if self.request.request_id == "bad" and told.count("bad") == 5:
+            raise ValueError("its stop pattern, say")
+        return take(self, *arguments)
+
+    monkeypatch.setattr(LiveRequest, "_delta", failing)
+    _, deltas, plans = run(tiny_model, requests, asynchronous=True, meanwhile={}, kv_tokens=4096)
+    assert [delta.error is not None for delta in deltas["bad"]] == [False] * 4 + [True]
+    assert sum(len(delta.token_ids) for delta in deltas["good"]) == 20
+    assert [len(plan.runs) for plan in plans[2:8]] == [3, 3, 1, 1, 1, 1]  # the step that ran when it failed was its last
