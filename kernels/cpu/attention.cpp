@@ -23,7 +23,6 @@ namespace {
 using namespace agentrt;
 
 constexpr int SEGMENT = 64;       // tokens that are read together
-constexpr int NEAR = 16;          // keys that all rows go through before the next
 constexpr int PANEL = 2 * LANES;  // keys, or dimensions of values, that many rows go through before the next
 constexpr int SIX = 6;            // rows that do so at once: their sums with a panel of values fill the registers
 constexpr int MANY = 2 * SIX;     // rows for which panels are made: tokens times the query heads of a KV head
@@ -462,25 +461,6 @@ private:
 
     const T* place(const T* store, int64_t slot) const { return store + slot * slot_ + first_ * shape_.head_dim; }
 
-    /// Eight slots of keys or values: where they are, or as floats in a tile; beyond the last slot, the last one again.
-    template <typename From>
-    void fetch(const T* store, const int64_t* slots, int64_t at, int64_t keys, const From* to[8]) {
-        for (int64_t i = 0; i < 8; ++i) {
-            const T* from = place(store, slots[std::min(at + i, keys - 1)]);
-            if constexpr (std::is_same_v<From, T>) {
-                if (whole_vectors_) {
-                    to[i] = from;
-                    continue;
-                }
-            }
-            if constexpr (std::is_same_v<From, float>) {
-                float* row = own_.tile.data() + (at + i) * kv_heads_ * padded_;
-                if (at + i < keys) read_heads(from, kv_heads_, 1.0f, row);
-                to[i] = at + i < keys ? row : to[i - 1];
-            }
-        }
-    }
-
     /// Inlined, since a compiler sees no effect in a call of this and leaves it out.
     __attribute__((always_inline)) void prefetch(const T* store, const int64_t* slots, int64_t count) const {
         for (int64_t i = 0; i < count; ++i) {
@@ -514,64 +494,81 @@ private:
             arrange(from, count);
             both([&] { pass_of_many<SCORES>(k, slots, keys, v, slots, keys, rows, start); },
                  [&] { pass_of_many<SUM>(v, slots, keys, k, slots + keys, after, rows, start); });
-        } else if (whole_vectors_ && (std::is_same_v<T, float> || count * group_ <= 6))
-            of_few(T{});  // read once or twice, 16 bits are widened as they are used; for more rows they are laid out as floats
-        else
+        } else if (whole_vectors_) {
+            of_few(T{});  // widened as they are used
+        } else {
             of_few(float{});
+        }
     }
 
     enum Pass { SCORES, SUMS, FOLDED };
 
-    /// Over a segment's keys (scores) or values (sums), a head after the other. What is read next is asked for meanwhile, a part at a time.
+    /// Over a segment's keys (scores) or values (sums) for few rows, a KV head after the other. While one is read, the next is asked for, slot by slot:
+    /// asked for all at once, they would wait for each other.
     template <Pass PASS, typename From>
     void pass(const T* store, const int64_t* slots, int64_t keys, const T* next, const int64_t* next_slots, int64_t next_keys, int64_t from,
               int64_t count) {
         const From* at[SEGMENT];
-        const int64_t eights = (keys + 7) / 8 * 8, piece = PASS == SCORES || count * group_ <= 8 ? NEAR : SEGMENT;
-        for (int64_t key = 0; key < keys; key += 8) fetch(store, slots, key, keys, at + key);
-        const int64_t parts = kv_heads_ * ((eights + piece - 1) / piece);
-        for (int64_t head = 0, part = 0, asked = 0; head < kv_heads_; ++head)
-            for (int64_t key = 0; key < eights; key += piece) {
-                const int64_t ask = next_keys * ++part / parts;
-                prefetch(next, next_slots + asked, ask - asked);
-                asked = ask;
-                const int64_t stop = std::min(key + piece, eights);
-                heads<PASS>(at, key, stop, stop == eights, head, from, count);
+        const char *own[SEGMENT], *others[SEGMENT];
+        for (int64_t key = 0; key < keys; ++key) {
+            const T* place_of = place(store, slots[key]);
+            own[key] = reinterpret_cast<const char*>(place_of);
+            others[key] = next_keys ? reinterpret_cast<const char*>(place(next, next_slots[std::min(key, next_keys - 1)])) : own[key];
+            if constexpr (std::is_same_v<From, T>) {
+                at[key] = place_of;
+                if (whole_vectors_) continue;
             }
+            if constexpr (std::is_same_v<From, float>) {
+                float* row = own_.tile.data() + key * kv_heads_ * padded_;
+                read_heads(place_of, kv_heads_, 1.0f, row);
+                at[key] = row;
+            }
+        }
+        for (int64_t key = keys; key % 4; ++key) at[key] = at[keys - 1], own[key] = own[keys - 1], others[key] = others[keys - 1];
+        for (int64_t head = 0; head < kv_heads_; ++head) {
+            const bool last = head + 1 == kv_heads_;
+            heads<PASS>(at, keys, head, from, count, last ? others : own, last ? 0 : (head + 1) * shape_.head_dim * int64_t(sizeof(T)));
+        }
     }
 
-    /// Keys [key, stop) of one KV head, a multiple of eight, for all query heads that read it, three of them at a time.
+    /// Keys of one KV head for all query heads that read it, three of them at a time. `coming`: the slots that are read next, and where in them.
     template <Pass PASS, typename From>
-    __attribute__((noinline)) void heads(const From* const* at, int64_t key, int64_t stop, bool last, int64_t kv_head, int64_t from, int64_t count) {
+    __attribute__((noinline)) void heads(const From* const* at, int64_t keys, int64_t kv_head, int64_t from, int64_t count, const char* const* coming,
+                                         int64_t byte) {
         const int64_t offset = kv_head * padded_, heads = count * group_;
         auto threes = [&](auto rows) {  // of query heads
             for (int64_t i = 0; i < heads; i += 3) {
                 const int64_t now = std::min<int64_t>(3, heads - i);
                 int64_t head[3];
                 for (int64_t j = 0; j < now; ++j) head[j] = (from + (i + j) / group_) * heads_ + kv_head * group_ + (i + j) % group_;
+                const char* const* ask = i ? nullptr : coming;
                 switch (now) {
-                    case 3: rows(head, std::integral_constant<int, 3>()); break;
-                    case 2: rows(head, std::integral_constant<int, 2>()); break;
-                    default: rows(head, std::integral_constant<int, 1>());
+                    case 3: rows(head, ask, std::integral_constant<int, 3>()); break;
+                    case 2: rows(head, ask, std::integral_constant<int, 2>()); break;
+                    default: rows(head, ask, std::integral_constant<int, 1>());
                 }
             }
         };
         if constexpr (PASS == SCORES) {
-            threes([&](const int64_t* head, auto count) { dots<count()>(head, at, key, stop, offset); });
+            threes([&](const int64_t* head, auto ask, auto count) { dots<count()>(head, at, keys, offset, ask, byte); });
         } else {  // a part of the values after the other, so that it stays near while all heads use it
             int64_t i = 0;
             for (; i + 4 * LANES <= padded_; i += 4 * LANES)
-                threes([&](const int64_t* head, auto count) { add<PASS, count(), 4>(head, at, key, stop, last, offset, i); });
+                threes([&](const int64_t* head, auto ask, auto count) { add<PASS, count(), 4>(head, at, keys, offset, i, ask, byte); });
             for (; i < padded_; i += LANES)
-                threes([&](const int64_t* head, auto count) { add<PASS, count(), 1>(head, at, key, stop, last, offset, i); });
+                threes([&](const int64_t* head, auto ask, auto count) { add<PASS, count(), 1>(head, at, keys, offset, i, ask, byte); });
         }
     }
 
     template <int ROWS, typename From>
-    void dots(const int64_t* head, const From* const* at, int64_t key, int64_t stop, int64_t offset) {
+    void dots(const int64_t* head, const From* const* at, int64_t count, int64_t offset, const char* const* coming, int64_t byte) {
         const float* queries[ROWS];
         for (int row = 0; row < ROWS; ++row) queries[row] = own_.q.data() + head[row] * padded_;
-        for (; key < stop; key += 4) {
+        const int64_t end = byte + shape_.head_dim * int64_t(sizeof(T));
+        for (int64_t key = 0; key < count; key += 4) {
+            if (coming)
+                for (int64_t line = byte; line < end; line += 64)
+                    for (int j = 0; j < 4; ++j) __builtin_prefetch(coming[key + j] + line);
             const From* keys[4];
             for (int j = 0; j < 4; ++j) keys[j] = at[key + j] + offset;
             Floats sums[ROWS][4] = {};
@@ -588,14 +585,14 @@ private:
     }
 
     template <Pass PASS, int ROWS, int VECTORS, typename From>
-    void add(const int64_t* head, const From* const* at, int64_t key, int64_t stop, bool last, int64_t offset, int64_t i) {
+    void add(const int64_t* head, const From* const* at, int64_t keys, int64_t offset, int64_t i, const char* const* coming, int64_t byte) {
         Floats sums[ROWS][VECTORS] = {};
         const float* weights[ROWS];
         for (int row = 0; row < ROWS; ++row) weights[row] = own_.scores.data() + head[row] * SEGMENT;
-        if (key)
-            for (int row = 0; row < ROWS; ++row)
-                for (int j = 0; j < VECTORS; ++j) sums[row][j] = load(own_.sums.data() + head[row] * padded_ + i + j * LANES);
-        for (; key < stop; ++key) {
+        byte += i * int64_t(sizeof(T));
+        for (int64_t key = 0; key < keys; ++key) {
+            if (coming)
+                for (int line = 0; line < VECTORS * LANES * int(sizeof(T)); line += 64) __builtin_prefetch(coming[key] + byte + line);
             const From* from = at[key] + offset + i;
             Floats weight[ROWS];
             for (int row = 0; row < ROWS; ++row) weight[row] = held(all(weights[row][key]));
@@ -604,11 +601,7 @@ private:
                 for (int row = 0; row < ROWS; ++row) sums[row][j] = multiply_add(weight[row], v, sums[row][j]);
             }
         }
-        for (int row = 0; row < ROWS; ++row)
-            if (last)
-                keep<PASS>(head[row], i, sums[row]);
-            else
-                keep<SUMS>(head[row], i, sums[row]);
+        for (int row = 0; row < ROWS; ++row) keep<PASS>(head[row], i, sums[row]);
     }
 
     /// The heads of tokens [from, from + count), six by six; kept from segment to segment.
