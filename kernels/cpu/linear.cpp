@@ -182,80 +182,6 @@ struct Activations {
     }
 };
 
-// What one group becomes: the largest magnitude is 127. Where something is not finite the scale is NaN, and so is the
-// result; where the largest is so small that its inverse is not finite, all are 0.
-struct GroupScale {
-    float inverse, scale;
-};
-inline GroupScale group_scale(int32_t largest_bits) {  // magnitudes compare as their bits do, and NaN is above all
-    float largest;
-    std::memcpy(&largest, &largest_bits, sizeof largest);
-    if (largest_bits >= 0x7f800000) return {0.0f, std::numeric_limits<float>::quiet_NaN()};
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    return {inverse <= std::numeric_limits<float>::max() ? inverse : 0.0f, largest / 127.0f};
-}
-
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-
-inline void write(int8_t* p, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
-
-// Writes q as the dot products for weights of so many bits read it; returns the sum of q; x has a whole group.
-inline int32_t quantise_values(const float* x, int bits, int8_t* q, float& scale) {
-    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    __m256 v[4];
-    __m256i most = _mm256_setzero_si256();
-    for (int i = 0; i < 4; ++i) {
-        v[i] = _mm256_loadu_ps(x + i * 8);
-        most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
-    }
-    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1));
-    const GroupScale found = group_scale(_mm_cvtsi128_si32(four));
-    scale = found.scale;
-    const __m256 inverse = _mm256_set1_ps(found.inverse);
-    __m256i whole[4];
-    for (int i = 0; i < 4; ++i) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
-    // Packing works in halves of a vector; the permutation puts the fours back in their order.
-    __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
-    packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    if (scale != scale) packed = _mm256_setzero_si256();
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(packed, 8), 8), odd = _mm256_srai_epi16(packed, 8);
-#if defined(ISA_AVX2)
-    const __m256i other = bits == 4 ? packed : odd;
-    const __m256i first = bits == 4 ? _mm256_unpacklo_epi16(packed, other) : _mm256_unpacklo_epi16(even, other);
-    const __m256i second = bits == 4 ? _mm256_unpackhi_epi16(packed, other) : _mm256_unpackhi_epi16(even, other);
-    write(q, _mm256_permute2x128_si256(first, second, 0x20));
-    write(q + 32, _mm256_permute2x128_si256(first, second, 0x31));
-#else
-    (void)bits;
-    write(q, packed);
-#endif
-    const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(even, odd), _mm256_set1_epi16(1));
-    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
-    return _mm_cvtsi128_si32(sum);
-}
-
-#else
-
-inline int32_t quantise_values(const float* x, int, int8_t* q, float& scale) {
-    int32_t bits[GROUP], largest = 0, sum = 0;
-    std::memcpy(bits, x, sizeof bits);
-    for (int i = 0; i < GROUP; ++i) largest = std::max(largest, bits[i] & 0x7fffffff);
-    const GroupScale found = group_scale(largest);
-    scale = found.scale;
-    for (int i = 0; i < GROUP; ++i) {
-        const int32_t value = found.inverse > 0 ? int32_t(std::nearbyint(x[i] * found.inverse)) : 0;
-        q[i] = int8_t(value);
-        sum += value;
-    }
-    return sum;
-}
-
-#endif
-
 // What a lane's sum begins with, for the sum of a row's q: 4-bit weights are less by 8 than they are stored.
 inline int32_t start_of(int bits, int32_t sum) {
 #if defined(ISA_AVX2)  // two lanes of 16 bits, which hold every final sum and may overflow on the way there
@@ -267,21 +193,119 @@ inline int32_t start_of(int bits, int32_t sum) {
 #endif
 }
 
-void quantise_group(const float* x, int count, Activations& to, size_t at) {
-    float padded[GROUP] = {};
-    if (count < GROUP) {
-        std::memcpy(padded, x, sizeof(float) * count);
-        x = padded;
+// A group's largest magnitude becomes 127. Where something is not finite the scale is NaN, and so is the result; where the
+// largest is so small that its inverse is not finite, all are 0.
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+constexpr int TURN = 8;  // groups that are quantised together
+
+// Lane i is what comes of all lanes of v[i].
+template <class Operation>
+inline __m256i across(const __m256i (&v)[8], Operation operation) {
+    __m256i four[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m256i* u = v + 4 * i;
+        const __m256i a = operation(_mm256_unpacklo_epi32(u[0], u[1]), _mm256_unpackhi_epi32(u[0], u[1]));
+        const __m256i b = operation(_mm256_unpacklo_epi32(u[2], u[3]), _mm256_unpackhi_epi32(u[2], u[3]));
+        four[i] = operation(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
     }
-    const int32_t sum = quantise_values(x, to.bits, &to.q[at * Q_BYTES], to.scale[at]);
+    return operation(_mm256_permute2x128_si256(four[0], four[1], 0x20), _mm256_permute2x128_si256(four[0], four[1], 0x31));
+}
+
+inline __m256i largest_of(const float* x) {
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256i most = _mm256_setzero_si256();  // magnitudes compare as their bits do, and NaN is above all
+    for (int i = 0; i < GROUP; i += 8) most = _mm256_max_epi32(most, _mm256_castps_si256(_mm256_and_ps(_mm256_loadu_ps(x + i), magnitude)));
+    return most;
+}
+
+inline __m256i rounded(const float* x, float inverse) {
+    __m256i whole[4];
+    for (int i = 0; i < 4; ++i) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i * 8), _mm256_set1_ps(inverse)));
+    // Packing works in halves of a vector; the permutation puts the fours back in their order.
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+// Writes q as the dot products for weights of so many bits read it.
+inline void write_q(__m256i q, int bits, int8_t* to) {
+    auto write = [](int8_t* p, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); };
+#if defined(ISA_AVX2)
+    if (bits == 4) {
+        const __m256i first = _mm256_unpacklo_epi16(q, q), second = _mm256_unpackhi_epi16(q, q);
+        write(to, _mm256_permute2x128_si256(first, second, 0x20));
+        write(to + 32, _mm256_permute2x128_si256(first, second, 0x31));
+    } else {
+        write(to, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(q)));
+        write(to + 32, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(q, 1)));
+    }
+#else
+    (void)bits;
+    write(to, q);
+#endif
+}
+
+// TURN groups at most, whole ones.
+void quantise_groups(const float* x, int count, Activations& to, size_t at) {
+    alignas(32) float inverse[TURN], scale[TURN];
+    alignas(32) int32_t finite[TURN], sum[TURN];
+    __m256i lanes[TURN] = {};
+    for (int group = 0; group < count; ++group) lanes[group] = largest_of(x + group * GROUP);
+    const __m256i most = across(lanes, [](__m256i a, __m256i b) { return _mm256_max_epi32(a, b); });
+    const __m256i known = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), most);
+    const __m256 largest = _mm256_castsi256_ps(most), full = _mm256_set1_ps(127.0f);
+    const __m256 inverses = _mm256_div_ps(full, largest), limit = _mm256_set1_ps(std::numeric_limits<float>::max());
+    const __m256 nan = _mm256_set1_ps(std::numeric_limits<float>::quiet_NaN());
+    _mm256_store_ps(inverse, _mm256_and_ps(inverses, _mm256_cmp_ps(inverses, limit, _CMP_LE_OQ)));
+    _mm256_store_ps(scale, _mm256_blendv_ps(nan, _mm256_div_ps(largest, full), _mm256_castsi256_ps(known)));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(finite), known);
+    for (int group = 0; group < count; ++group) {
+        const __m256i q = _mm256_and_si256(rounded(x + group * GROUP, inverse[group]), _mm256_set1_epi32(finite[group]));
+        write_q(q, to.bits, &to.q[(at + group) * Q_BYTES]);
+        lanes[group] = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), q), _mm256_set1_epi16(1));
+    }
+    const __m256i sums = across(lanes, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
+    _mm256_store_si256(reinterpret_cast<__m256i*>(sum), sums);
+    for (int group = 0; group < count; ++group) {
+        to.scale[at + group] = scale[group];
+        to.start[at + group] = start_of(to.bits, sum[group]);
+        to.total[at + group] = scale[group] * float(sum[group]);
+    }
+}
+
+#else
+
+constexpr int TURN = 1;
+
+void quantise_groups(const float* x, int, Activations& to, size_t at) {
+    int32_t bits[GROUP], most = 0, sum = 0;
+    std::memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < GROUP; ++i) most = std::max(most, bits[i] & 0x7fffffff);
+    float largest;
+    std::memcpy(&largest, &most, sizeof largest);
+    const bool finite = most < 0x7f800000;
+    const float inverse = finite && 127.0f / largest <= std::numeric_limits<float>::max() ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < GROUP; ++i) {
+        const int32_t value = inverse > 0 ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
+        to.q[at * Q_BYTES + i] = int8_t(value);
+        sum += value;
+    }
+    to.scale[at] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
     to.start[at] = start_of(to.bits, sum);
     to.total[at] = to.scale[at] * float(sum);
 }
 
+#endif
+
 void quantise_row(const float* x, int64_t inputs, Activations& to, int64_t row) {
-    for (int group = 0; group < to.groups; ++group) {
-        const int64_t first = int64_t(group) * GROUP;
-        quantise_group(x + first, int(std::min<int64_t>(GROUP, inputs - first)), to, size_t(row) * to.groups + group);
+    const int whole = int(inputs / GROUP), rest = int(inputs % GROUP);
+    const size_t at = size_t(row) * to.groups;
+    for (int group = 0; group < whole; group += TURN) quantise_groups(x + group * GROUP, std::min(TURN, whole - group), to, at + group);
+    if (rest) {
+        float padded[GROUP] = {};
+        std::memcpy(padded, x + whole * GROUP, sizeof(float) * rest);
+        quantise_groups(padded, 1, to, at + whole);
     }
 }
 
