@@ -20,6 +20,7 @@ from agentrt.engine.kv_store import KVStore, bytes_per_token
 from agentrt.engine.model_runner import ModelRunner
 from agentrt.engine.step_parts import step_parts
 from agentrt.errors import UserError
+from agentrt.kernels.cpu.build import prepare
 from agentrt.kernels.quantized_linear import is_fast
 from agentrt.models.loader import GenerationDefaults, LoadedModel, holds_few_bits, load_model
 from agentrt.observe.trace import TraceRecorder
@@ -47,6 +48,8 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     device = _device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if device.type == "cpu":
+        prepare()
     chosen = _chosen(config.dtype, device, folder)
     bits = _bits(chosen)
     triton = _on_triton(config, bits, device)

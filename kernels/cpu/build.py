@@ -18,7 +18,9 @@ import platform
 import shlex
 import shutil
 import subprocess
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,8 @@ SOURCES = Path(__file__).parent
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-fopenmp")
 _SECONDS = 1800.0  # what takes ten seconds may take a hundred times that on a machine with much to do
 _log = logging.getLogger(__name__)
+_said: set[str] = set()
+_saying = threading.Lock()
 
 
 class _CannotBuild(Exception):
@@ -64,6 +68,13 @@ def load(name: str) -> ctypes.CDLL | None:
     return built(name).library
 
 
+def prepare() -> None:
+    """Builds what is not built yet of all sources, side by side, so that a first start waits for the slowest of them alone."""
+    names = sorted(path.stem for path in SOURCES.glob("*.cpp"))
+    with ThreadPoolExecutor(len(names), thread_name_prefix="agentrt-build") as compilers:
+        list(compilers.map(built, names))
+
+
 def built(name: str) -> Built:
     """The library of `name.cpp` and a sentence about it, for `agentrt doctor`; remembered, unless time ran out."""
     try:
@@ -93,11 +104,15 @@ def _without(error: Exception) -> Built:
 def forget() -> None:
     """Makes the next `built` look again."""
     _built.cache_clear()
-    _say_once.cache_clear()
+    with _saying:
+        _said.clear()
 
 
-@functools.cache
 def _say_once(reason: str) -> None:
+    with _saying:
+        if reason in _said:
+            return
+        _said.add(reason)
     _log.warning("no native kernels, the slower torch path runs: %s", reason)
 
 

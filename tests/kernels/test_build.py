@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,17 @@ def test_a_compiler_that_ran_out_of_time_is_asked_again(tmp_path, monkeypatch, c
     assert "was not done" in caplog.text
     assert build.load("team").team(1) == 1
     assert not list((tmp_path / "home" / "kernels").glob("*.partial*"))
+
+
+@needs_compiler
+def test_all_sources_are_built_side_by_side(tmp_path, monkeypatch):
+    (tmp_path / "pair.cpp").write_text(SOURCE)
+    compile_one, both = build._compile, threading.Barrier(2, timeout=120)
+
+    def when_both_are_asked(*arguments):
+        both.wait()
+        compile_one(*arguments)
+
+    monkeypatch.setattr(build, "_compile", when_both_are_asked)
+    build.prepare()
+    assert [build.load(name).team(1) for name in ("pair", "team")] == [1, 1]
