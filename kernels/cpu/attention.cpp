@@ -23,6 +23,7 @@ namespace {
 using namespace agentrt;
 
 constexpr int SEGMENT = 64;       // tokens that are read together
+constexpr int WIDE = 4 * LANES;   // dimensions of values that few rows add at once
 constexpr int PANEL = 2 * LANES;  // keys, or dimensions of values, that many rows go through before the next
 constexpr int SIX = 6;            // rows that do so at once: their sums with a panel of values fill the registers
 constexpr int MANY = 2 * SIX;     // rows for which panels are made: tokens times the query heads of a KV head
@@ -232,6 +233,22 @@ private:
     Plan& plan_;
     int64_t width_, most_;
     std::vector<bool> grouped_;
+};
+
+/// What is asked for while few rows read a KV head of a segment. Nearby: what they read next, the same place of each slot, from the second cache into
+/// the first. Far: the slots of the pass after this one, whole, from memory; little by little, since a core waits for few lines at once.
+struct Ahead {
+    const char* const* nearby;
+    int64_t byte;  // of a slot of `nearby`
+    const char* const* far;
+    int64_t slots, bytes, step, asked;  // the last two in 2^20ths of a slot
+
+    /// Inlined, since a compiler sees no effect in a call of this and leaves it out.
+    __attribute__((always_inline)) void ask_far() {
+        const int64_t first = asked >> 20, stop = std::min((asked += step) >> 20, slots);
+        for (int64_t i = first; i < stop; ++i)
+            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(far[i] + at, 0, 2);
+    }
 };
 
 /// Rows that go through a panel together: heads of tokens [first, last], by their place among the heads of a block; for the first KV head.
@@ -503,8 +520,7 @@ private:
 
     enum Pass { SCORES, SUMS, FOLDED };
 
-    /// Over a segment's keys (scores) or values (sums) for few rows, a KV head after the other. While one is read, the next is asked for, slot by slot:
-    /// asked for all at once, they would wait for each other.
+    /// Over a segment's keys (scores) or values (sums) for few rows, a KV head after the other.
     template <Pass PASS, typename From>
     void pass(const T* store, const int64_t* slots, int64_t keys, const T* next, const int64_t* next_slots, int64_t next_keys, int64_t from,
               int64_t count) {
@@ -525,23 +541,26 @@ private:
             }
         }
         for (int64_t key = keys; key % 4; ++key) at[key] = at[keys - 1], own[key] = own[keys - 1], others[key] = others[keys - 1];
+        const int64_t bytes = shape_.head_dim * int64_t(sizeof(T)), parts = padded_ / WIDE + padded_ % WIDE / LANES;
+        const int64_t steps = kv_heads_ * (PASS == SCORES ? 1 : parts) * ((keys + 3) / 4);
+        Ahead ahead{own, 0, others, next_keys, kv_heads_ * bytes, ((next_keys << 20) + steps - 1) / steps, 0};
         for (int64_t head = 0; head < kv_heads_; ++head) {
-            const bool last = head + 1 == kv_heads_;
-            heads<PASS>(at, keys, head, from, count, last ? others : own, last ? 0 : (head + 1) * shape_.head_dim * int64_t(sizeof(T)));
+            ahead.byte += bytes;
+            if (head + 1 == kv_heads_) ahead.nearby = others, ahead.byte = 0;
+            heads<PASS>(at, keys, head, from, count, ahead);
         }
     }
 
-    /// Keys of one KV head for all query heads that read it, three of them at a time. `coming`: the slots that are read next, and where in them.
+    /// Keys of one KV head for all query heads that read it, three of them at a time.
     template <Pass PASS, typename From>
-    __attribute__((noinline)) void heads(const From* const* at, int64_t keys, int64_t kv_head, int64_t from, int64_t count, const char* const* coming,
-                                         int64_t byte) {
+    __attribute__((noinline)) void heads(const From* const* at, int64_t keys, int64_t kv_head, int64_t from, int64_t count, Ahead& ahead) {
         const int64_t offset = kv_head * padded_, heads = count * group_;
         auto threes = [&](auto rows) {  // of query heads
             for (int64_t i = 0; i < heads; i += 3) {
                 const int64_t now = std::min<int64_t>(3, heads - i);
                 int64_t head[3];
                 for (int64_t j = 0; j < now; ++j) head[j] = (from + (i + j) / group_) * heads_ + kv_head * group_ + (i + j) % group_;
-                const char* const* ask = i ? nullptr : coming;
+                Ahead* ask = i ? nullptr : &ahead;
                 switch (now) {
                     case 3: rows(head, ask, std::integral_constant<int, 3>()); break;
                     case 2: rows(head, ask, std::integral_constant<int, 2>()); break;
@@ -550,25 +569,27 @@ private:
             }
         };
         if constexpr (PASS == SCORES) {
-            threes([&](const int64_t* head, auto ask, auto count) { dots<count()>(head, at, keys, offset, ask, byte); });
+            threes([&](const int64_t* head, auto ask, auto count) { dots<count()>(head, at, keys, offset, ask); });
         } else {  // a part of the values after the other, so that it stays near while all heads use it
             int64_t i = 0;
-            for (; i + 4 * LANES <= padded_; i += 4 * LANES)
-                threes([&](const int64_t* head, auto ask, auto count) { add<PASS, count(), 4>(head, at, keys, offset, i, ask, byte); });
+            for (; i + WIDE <= padded_; i += WIDE)
+                threes([&](const int64_t* head, auto ask, auto count) { add<PASS, count(), WIDE / LANES>(head, at, keys, offset, i, ask); });
             for (; i < padded_; i += LANES)
-                threes([&](const int64_t* head, auto ask, auto count) { add<PASS, count(), 1>(head, at, keys, offset, i, ask, byte); });
+                threes([&](const int64_t* head, auto ask, auto count) { add<PASS, count(), 1>(head, at, keys, offset, i, ask); });
         }
     }
 
     template <int ROWS, typename From>
-    void dots(const int64_t* head, const From* const* at, int64_t count, int64_t offset, const char* const* coming, int64_t byte) {
+    void dots(const int64_t* head, const From* const* at, int64_t count, int64_t offset, Ahead* ahead) {
         const float* queries[ROWS];
         for (int row = 0; row < ROWS; ++row) queries[row] = own_.q.data() + head[row] * padded_;
-        const int64_t end = byte + shape_.head_dim * int64_t(sizeof(T));
+        const int64_t bytes = shape_.head_dim * int64_t(sizeof(T));
         for (int64_t key = 0; key < count; key += 4) {
-            if (coming)
-                for (int64_t line = byte; line < end; line += 64)
-                    for (int j = 0; j < 4; ++j) __builtin_prefetch(coming[key + j] + line);
+            if (ahead) {
+                ahead->ask_far();
+                for (int64_t line = 0; line < bytes; line += 64)
+                    for (int j = 0; j < 4; ++j) __builtin_prefetch(ahead->nearby[key + j] + ahead->byte + line);
+            }
             const From* keys[4];
             for (int j = 0; j < 4; ++j) keys[j] = at[key + j] + offset;
             Floats sums[ROWS][4] = {};
@@ -585,14 +606,16 @@ private:
     }
 
     template <Pass PASS, int ROWS, int VECTORS, typename From>
-    void add(const int64_t* head, const From* const* at, int64_t keys, int64_t offset, int64_t i, const char* const* coming, int64_t byte) {
+    void add(const int64_t* head, const From* const* at, int64_t keys, int64_t offset, int64_t i, Ahead* ahead) {
         Floats sums[ROWS][VECTORS] = {};
         const float* weights[ROWS];
         for (int row = 0; row < ROWS; ++row) weights[row] = own_.scores.data() + head[row] * SEGMENT;
-        byte += i * int64_t(sizeof(T));
+        const int64_t byte = ahead ? ahead->byte + i * int64_t(sizeof(T)) : 0;
         for (int64_t key = 0; key < keys; ++key) {
-            if (coming)
-                for (int line = 0; line < VECTORS * LANES * int(sizeof(T)); line += 64) __builtin_prefetch(coming[key] + byte + line);
+            if (ahead) {
+                if (key % 4 == 0) ahead->ask_far();
+                for (int line = 0; line < VECTORS * LANES * int(sizeof(T)); line += 64) __builtin_prefetch(ahead->nearby[key] + byte + line);
+            }
             const From* from = at[key] + offset + i;
             Floats weight[ROWS];
             for (int row = 0; row < ROWS; ++row) weight[row] = held(all(weights[row][key]));
