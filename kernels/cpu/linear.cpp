@@ -39,11 +39,11 @@ constexpr int GROUP = 32;  // weights that share a scale
 // Rows for a thread from which threads share rows, not outputs: then none waits for another's activations.
 constexpr int64_t MANY = 32;
 
-// Bytes that weights are asked for ahead of their use.
-constexpr size_t AHEAD = 4096;
+// Bytes that weights are asked for ahead of their use; not a multiple of 4096, at which caches take one address for another.
+constexpr size_t AHEAD = 2048;
 
 // Bytes of activations that a thread goes through the weights with: they and a few blocks fit its cache.
-constexpr int64_t CHUNK = 192 * 1024;
+constexpr int64_t CHUNK = 112 * 1024;
 
 // ---- lanes: WIDTH floats, one for each of neighbouring outputs -----------------------------------------------------------
 
