@@ -55,7 +55,7 @@ class LiveServer:
         self._socket.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits for a condition that must come true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -79,7 +79,7 @@ def test_the_store_is_bounded(client_of):
 
 
 def test_a_response_in_the_background_is_polled_and_cancelled(client_of, wait_until):
-    client, _ = client_of(lambda prompt, request: "x" * 2000, step_seconds=0.002)
+    client, _ = client_of(lambda prompt, request: "x" * 20_000, step_seconds=0.002)
     begun = client.responses.create(model="scripted", input="x", background=True)
     assert begun.status == "in_progress"
     assert client.responses.retrieve(begun.id).status == "in_progress"
