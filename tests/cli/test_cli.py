@@ -206,7 +206,7 @@ def test_a_batch_goes_on_where_it_stopped(tiny_model, tmp_path):
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = [{"prompt": f"question {n}", "id": n} for n in range(6)] + [{"prompt": "x" * 20_000, "id": 6}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    args = ("generate", "--file", prompts, "--out", answers, "--model", tiny_model, "-n", "4", "-t", "0", "--raw")
+    args = ("generate", "--file", prompts, "--out", answers, "--model", tiny_model, "-n", "4", "-t", "0", "--raw", "--dtype", "float32")
     first = agentrt(*args)
     assert first.returncode == 1, first.stderr
     records = [json.loads(line) for line in answers.read_text().splitlines()]
