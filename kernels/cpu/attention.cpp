@@ -29,7 +29,7 @@ constexpr int SIX = 6;            // rows that do so at once: their sums with a 
 constexpr int MANY = 2 * SIX;     // rows for which panels are made: tokens times the query heads of a KV head
 constexpr int LONG = 16;          // tokens of a run from which on its KV heads are worked through apart
 constexpr int TOGETHER = 32;      // tokens that may read a segment together, all heads of them
-constexpr int APART = 64;         // the same, one KV head of them
+constexpr int APART = 64;        // the same, one KV head of them
 constexpr int64_t TILE = 24576;   // floats of q that such tokens may have: as much again for their sums, and all fits the cache
 constexpr int64_t SMALL = 60000;  // multiplications below which a second thread costs more than it saves
 
@@ -782,7 +782,7 @@ private:
         static_assert(SEGMENT / LANES % 4 == 0);
         Ints lanes;
         for (int lane = 0; lane < LANES; ++lane) lanes[lane] = lane;
-        const int64_t vectors = ALL_SEEN ? SEGMENT / LANES : (keys + LANES - 1) / LANES;
+        const int64_t vectors = ALL_SEEN ? SEGMENT / LANES : (std::max(stop, 0) + LANES - 1) / LANES;  // what comes after them is not seen
         const float cap = float(shape_.softcap);
         float *const scores = own_.scores.data() + head * SEGMENT, *const peaks = own_.peaks.data() + head;
         auto seen = [&](int64_t i) { return (lanes + int(i * LANES) >= first) & (lanes + int(i * LANES) < stop); };
@@ -819,6 +819,7 @@ private:
             for (; i + 4 <= vectors; i += 4) some(std::integral_constant<int, 4>(), i);
             if (!ALL_SEEN)
                 for (; i < vectors; ++i) some(std::integral_constant<int, 1>(), i);
+            for (i *= LANES; i < keys; i += LANES) store(at + i, all(0.0f));
         }
         sums_of_four(totals, own_.weights.data() + head);
     }
