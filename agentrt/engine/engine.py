@@ -228,8 +228,8 @@ class EngineCore:
         while updates:
             for update in updates:
                 live = self._live.get(update.sequence.request.request_id)
-                if live is None:
-                    continue
+                if live is None or live.request is not update.sequence.request:
+                    continue  # it is over, and its id perhaps in use again before its last step was done
                 deltas.extend(live.deltas(update, now))
                 if live.over:
                     self._end(live, now)

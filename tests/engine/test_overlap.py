@@ -59,7 +59,7 @@ def run(
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for request in requests:
         inbox.put(("submit", request))
-    wanted = len(requests) + sum(message[0] == "submit" for messages in meanwhile.values() for message in messages)
+    wanted = len({request.request_id for request in requests} | {m[1].request_id for messages in meanwhile.values() for m in messages if m[0] == "submit"})
     events: list[Any] = []
     deltas: dict[str, list[TokenDelta]] = {}
 
@@ -174,3 +174,26 @@ def test_a_request_that_fails_while_a_step_runs_takes_only_itself_along(tiny_mod
     assert [delta.error is not None for delta in deltas["bad"]] == [False] * 4 + [True]
     assert sum(len(delta.token_ids) for delta in deltas["good"]) == 20
     assert [len(plan.runs) for plan in plans[2:8]] == [3, 3, 1, 1, 1, 1]  # the step that ran when it failed was its last
+
+
+def test_an_id_that_is_used_again_while_the_step_of_its_first_use_runs_is_another_request(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request("good", [1, 2, 3], max_tokens=30, ignore_eos=True), request("again", [4, 5], n=2, ignore_eos=True)]
+    take, told = LiveRequest._delta, []
+
+    def failing(self: LiveRequest, *arguments: Any) -> TokenDelta:
+        told.append(self.request.request_id)
+        if self.request.request_id == "again" and told.count("again") == 5:
+            raise ValueError("its stop pattern, say")
+        return take(self, *arguments)
+
+    monkeypatch.setattr(LiveRequest, "_delta", failing)
+    # The failure is told while the fourth step runs, whose tokens of both samples come after the second use has begun.
+    meanwhile: dict[int, list[tuple[Any, ...]]] = {4: [("submit", request("again", [6, 7, 8], max_tokens=5, ignore_eos=True))]}
+    events, deltas, _ = run(tiny_model, requests, asynchronous=True, meanwhile=meanwhile, kv_tokens=4096)
+    assert events.index(("launched", 4)) < [place for place, event in enumerate(events) if event == ("submitted", "again")][1] < events.index(("waited", 4))
+    failed = next(place for place, delta in enumerate(deltas["again"]) if delta.error is not None)
+    second = deltas["again"][failed + 1 :]
+    assert sum(len(delta.token_ids) for delta in second) == 5
+    assert [delta.finish_reason for delta in second if delta.finish_reason] == [FinishReason.LENGTH]
+    assert second[-1].usage is not None
+    assert second[-1].usage.completion_tokens == 5
