@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from agentrt.kernels.cpu.build import load
+from agentrt.kernels.packed_memory import packed_memory
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
@@ -134,7 +135,7 @@ class NativeLinear:
         minimum = None if weight.minimum is None or _centred(weight.scale, weight.minimum) else weight.minimum.contiguous()
         self._minima = int(minimum is not None)
         size = library.linear_packed_bytes(self._outputs, groups, self._bits, self._half, self._minima)
-        self._packed = torch.empty(size, dtype=torch.uint8)
+        self._packed = packed_memory.take(size)
         q, scale = weight.q.contiguous(), weight.scale.contiguous()
         library.linear_pack(
             q.data_ptr(),
