@@ -1,10 +1,11 @@
 // Attention of runs of new tokens over scattered slots: the CPU's own form of `agentrt.attention.base.Attention`.
 //
 // New keys and values are written to their slots; then every new token attends to its sequence's slots up to itself. A
-// sequence is read in segments of 64 tokens, counted from its beginning, all KV heads of a slot together. A segment gives
+// sequence is read in segments of 64 tokens, counted from its beginning. A segment gives
 // each row (a token, one of its heads) a largest score, a sum of weights and a weighted sum of values, in float32; a row's
 // segments are folded in order (log-sum-exp, after Dao et al., FlashAttention, 2022). Rows that read the same segments
-// (neighbours in a run, or runs that share a prefix) read them together.
+// (neighbours in a run, or runs that share a prefix) read them together: few where keys and values lie (`pass`), many from
+// panels of floats (`pass_of_many`), which is another way through the same sums in the same order.
 //
 // Invariant: a row's numbers depend on its own sequence alone. The order of its sums is fixed by positions; how rows are
 // put together, split over threads, or joined by a shared prefix changes no bit of them.
@@ -29,7 +30,7 @@ constexpr int SIX = 6;            // rows that do so at once: their sums with a 
 constexpr int MANY = 6 * SIX;     // rows from which on panels pay: tokens times the query heads of a KV head
 constexpr int LONG = 16;          // tokens of a run from which on its KV heads are worked through apart
 constexpr int TOGETHER = 32;      // tokens that may read a segment together, all heads of them
-constexpr int APART = 64;        // the same, one KV head of them
+constexpr int APART = 64;         // the same, one KV head of them
 constexpr int64_t TILE = 24576;   // floats of q that such tokens may have: as much again for their sums, and all fits the cache
 constexpr int64_t SMALL = 60000;  // multiplications below which a second thread costs more than it saves
 
@@ -644,8 +645,8 @@ private:
     /// Over a segment's keys or values for many rows: a KV head after the other is laid out in panels of floats, and six rows after the other
     /// go through them. What none of six sees is left out.
     template <Pass PASS>
-    void pass_of_many(const T* store, const int64_t* slots, int64_t keys, const T* next, const int64_t* next_slots, int64_t next_keys, const Row* rows,
-                      int64_t start) {
+    void pass_of_many(const T* store, const int64_t* slots, int64_t keys, const T* next, const int64_t* next_slots, int64_t next_keys,
+                      const Row* rows, int64_t start) {
         const int64_t parts = kv_heads_ * sixes_;
         for (int64_t kv_head = 0, part = 0, asked = 0; kv_head < kv_heads_; ++kv_head) {
             if constexpr (PASS == SCORES)
@@ -706,7 +707,8 @@ private:
     }
 
     template <Pass PASS, int ROWS, int VECTORS>
-    __attribute__((noinline)) void values_of(const int64_t* heads, const float* const* weights, int64_t head, int64_t i, int64_t first, int64_t stop) {
+    __attribute__((noinline)) void values_of(const int64_t* heads, const float* const* weights, int64_t head, int64_t i, int64_t first,
+                                             int64_t stop) {
         Floats sums[ROWS][VECTORS];
         panel_sums(weights, own_.panels.data() + i * SEGMENT + first * PANEL, stop - first, sums);
         float* const out = (PASS == FOLDED ? own_.folded : own_.sums).data() + head * padded_ + i;
@@ -768,7 +770,8 @@ private:
         for (int64_t row = from; row < from + count && all_seen; ++row) all_seen = rows[row].first <= start && rows[row].stop >= start + SEGMENT;
         if (all_seen) return soften_rows<true>(from * heads_, count * heads_, 0, SEGMENT, SEGMENT);
         for (int64_t row = from; row < from + count; ++row)
-            soften_rows<false>(row * heads_, heads_, int(std::max<int64_t>(rows[row].first - start, 0)), int(std::min(rows[row].stop - start, keys)), keys);
+            soften_rows<false>(row * heads_, heads_, int(std::max<int64_t>(rows[row].first - start, 0)), int(std::min(rows[row].stop - start, keys)),
+                               keys);
     }
 
     template <bool ALL_SEEN>

@@ -250,7 +250,8 @@ inline void store_columns(const Floats vectors[8], float* to, int64_t stride) {
         __m256 rows[8], pairs[8], fours[8];
         for (int i = 0; i < 8; ++i) {
 #if defined(__AVX512F__)
-            rows[i] = part ? _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)vectors[i]), 1)) : _mm512_castps512_ps256((__m512)vectors[i]);
+            const __m512 whole = (__m512)vectors[i];
+            rows[i] = part ? _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(whole), 1)) : _mm512_castps512_ps256(whole);
 #else
             rows[i] = (__m256)vectors[i];
 #endif
