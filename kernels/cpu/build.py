@@ -71,7 +71,7 @@ def load(name: str) -> ctypes.CDLL | None:
 def prepare() -> None:
     """Builds what is not built yet of all sources, side by side, so that a first start waits for the slowest of them alone."""
     names = sorted(path.stem for path in SOURCES.glob("*.cpp"))
-    with ThreadPoolExecutor(len(names), thread_name_prefix="agentrt-build") as compilers:
+    with ThreadPoolExecutor(max(len(names), 1), thread_name_prefix="agentrt-build") as compilers:
         list(compilers.map(built, names))
 
 

@@ -117,3 +117,9 @@ def test_all_sources_are_built_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_compile", when_both_are_asked)
     build.prepare()
     assert [build.load(name).team(1) for name in ("pair", "team")] == [1, 1]
+
+
+def test_where_sources_were_not_installed_the_torch_path_runs(tmp_path):
+    (tmp_path / "team.cpp").unlink()
+    build.prepare()
+    assert build.load("team") is None
