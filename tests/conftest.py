@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ unhurried = settings(deadline=None, print_blob=True, suppress_health_check=[Heal
 settings.register_profile("ci", unhurried, derandomize=True)
 settings.register_profile("dev", unhurried)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(autouse=True)
+def torch_draws_the_same_every_time() -> None:
+    """What a test draws from torch without a generator of its own; tests that need no torch do not import it for this."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
