@@ -53,7 +53,7 @@ struct AttentionShape {
 struct AttentionRuns {
     int64_t count, tokens;
     const int64_t* first_row;      // [count]: the run's first row of q
-    const int64_t* query_lengths;  // [count]; 0: the run's keys and values are written, and somebody else attends
+    const int64_t* query_lengths;  // [count], each at least 1
     const int64_t* context_lengths;
     const int64_t* const* slots;
     const int64_t* new_slots;  // [tokens]
