@@ -3,7 +3,7 @@
     python benchmarks/compare.py [--quick] [--only one eight] [--peers openvino vllm] [--json compare.json]
     python benchmarks/compare.py --show compare.json
 
-Each engine runs in a process of its own and is frozen while another is asked. Peers are installed into environments of their own on first
+Each engine runs in a process of its own, is frozen while another is asked, and gives two short answers when it wakes. Peers are installed into environments of their own on first
 use (`.clients`; minutes, and several gigabytes for vLLM); one that cannot be installed or started is left out by name, with the reason.
 Each has its prefix cache on, and the arithmetic that suits the processor; peers that cannot read the GGUF get a copy of
 the same weights that they can: floats, or 8 bits for a kind of 5 that one of them lacks.
@@ -186,7 +186,7 @@ class Comparison:
         return engine
 
     def _warm_up(self, engine: EngineProcess) -> None:
-        """Two short answers, so that no row pays for what an engine does only once."""
+        """Two short answers, so that no row pays for what an engine does only once, or for having been frozen."""
         prompts = [self._tokenizer.encode(text) for text in ("Water boils at", "The capital of France is")]
         try:
             engine.ask(ask(self._tokenizer, prompts, 8))
@@ -201,6 +201,7 @@ class Comparison:
                     continue
                 try:
                     with engine.awake():
+                        self._warm_up(engine)  # others had the processor's caches, and while frozen it may have lost memory to them
                         results[name].append(measure(row, engine, self._tokenizer, repeat, self._quick))
                 except CannotError as error:
                     results[name] = str(error)
