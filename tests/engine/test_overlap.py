@@ -107,6 +107,19 @@ def everything() -> list[Request]:
     ]
 
 
+def fail_at_fifth_delta(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a request's deltas fails once, at its fifth."""
+    take, told = LiveRequest._delta, []
+
+    def failing(self: LiveRequest, *arguments: Any) -> TokenDelta:
+        told.append(self.request.request_id)
+        if self.request.request_id == name and told.count(name) == 5:
+            raise ValueError("its stop pattern, say")
+        return take(self, *arguments)
+
+    monkeypatch.setattr(LiveRequest, "_delta", failing)
+
+
 @pytest.mark.parametrize("kv_tokens", [4096, 240])
 def test_the_same_answers_and_what_was_foreseen_is_what_comes(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kv_tokens: int) -> None:
     states: list[SequenceStates] = []
@@ -161,15 +174,7 @@ def test_deltas_go_out_and_requests_come_in_before_the_wait(tiny_model: Path) ->
 
 def test_a_request_that_fails_while_a_step_runs_takes_only_itself_along(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request("good", [1, 2, 3], ignore_eos=True), request("bad", [4, 5], n=2, ignore_eos=True)]
-    take, told = LiveRequest._delta, []
-
-    def failing(self: LiveRequest, *arguments: Any) -> TokenDelta:
-        told.append(self.request.request_id)
-        if self.request.request_id == "bad" and told.count("bad") == 5:
-            raise ValueError("its stop pattern, say")
-        return take(self, *arguments)
-
-    monkeypatch.setattr(LiveRequest, "_delta", failing)
+    fail_at_fifth_delta("bad", monkeypatch)
     _, deltas, plans = run(tiny_model, requests, asynchronous=True, meanwhile={}, kv_tokens=4096)
     assert [delta.error is not None for delta in deltas["bad"]] == [False] * 4 + [True]
     assert sum(len(delta.token_ids) for delta in deltas["good"]) == 20
@@ -178,15 +183,7 @@ def test_a_request_that_fails_while_a_step_runs_takes_only_itself_along(tiny_mod
 
 def test_an_id_that_is_used_again_while_the_step_of_its_first_use_runs_is_another_request(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request("good", [1, 2, 3], max_tokens=30, ignore_eos=True), request("again", [4, 5], n=2, ignore_eos=True)]
-    take, told = LiveRequest._delta, []
-
-    def failing(self: LiveRequest, *arguments: Any) -> TokenDelta:
-        told.append(self.request.request_id)
-        if self.request.request_id == "again" and told.count("again") == 5:
-            raise ValueError("its stop pattern, say")
-        return take(self, *arguments)
-
-    monkeypatch.setattr(LiveRequest, "_delta", failing)
+    fail_at_fifth_delta("again", monkeypatch)
     # The failure is told while the fourth step runs, whose tokens of both samples come after the second use has begun.
     meanwhile: dict[int, list[tuple[Any, ...]]] = {4: [("submit", request("again", [6, 7, 8], max_tokens=5, ignore_eos=True))]}
     events, deltas, _ = run(tiny_model, requests, asynchronous=True, meanwhile=meanwhile, kv_tokens=4096)
