@@ -65,16 +65,16 @@ from agentrt.engine.batch import ForwardBatch
 from agentrt.engine.step_graphs import StepGraphs
 from agentrt.engine.kv_store import KVStore
 from agentrt.kernels.awq_matmul import awq_matmul, awq_weight
-from agentrt.kernels.fp8_matmul import fp8_matmul, fp8_matmul_reference, quantize_rows_fp8
 from agentrt.kernels.gate_up import gate_up, gate_up_reference
-from agentrt.kernels.int8_matmul import int8_matmul, int8_matmul_reference
 from agentrt.kernels.paged_attention import PagedKV, Scores, attend_reference
 from agentrt.kernels.q4_matmul import q4_matmul, q4_weight
 from agentrt.kernels.q8_matmul import q8_matmul, q8_weight
+from agentrt.kernels.quantize_rows import quantize_rows, quantize_rows_reference
 from agentrt.kernels.quantized_linear import QuantizedWeight
 from agentrt.kernels.rms_norm import rms_norm, rms_norm_reference
 from agentrt.kernels.rotary_kv import rotate_and_write, rotate_reference
 from agentrt.kernels.sample import sample, sample_reference
+from agentrt.kernels.scaled_matmul import scaled_matmul, scaled_matmul_reference
 from agentrt.kernels.token_mask import mask_reference, mask_tokens
 from agentrt.models.config import ModelConfig
 from agentrt.models.decoder import Decoder, weight_shapes
@@ -436,17 +436,17 @@ def check_products(sizes: Sizes, rows: int) -> dict[str, float]:
     blocks = torch.rand(out, inputs // 32, generator=generator).to(device, dtype)
     per_output = torch.rand(out, generator=generator).to(device)
     worst = {
-        "int8": off(int8_matmul(x, int8, per_output), int8_matmul_reference(x, int8, per_output)),
+        "int8": off(scaled_matmul(x, int8, per_output), scaled_matmul_reference(*quantize_rows_reference(x, torch.int8), int8, per_output)),
         "q4": off(q4_matmul(x, codes, blocks, -8 * blocks), x.double() @ q4_weight(codes, blocks, -8 * blocks).T),
         "q8": off(q8_matmul(x, int8, blocks), x.double() @ q8_weight(int8, blocks).T),
         "awq": off(awq_matmul(x, words, zeros, scales), x.double() @ awq_weight(words, zeros, scales)),
     }
     if sizes.device.type != "cuda" or torch.cuda.get_device_capability() >= (8, 9):
         weight = torch.randn(out, inputs, generator=generator).to(device).to(torch.float8_e4m3fn)
-        quantized, row_scales = quantize_rows_fp8(x)
-        worst["fp8"] = off(fp8_matmul(x, weight, per_output), fp8_matmul_reference(quantized, row_scales, weight, per_output))
+        quantized, row_scales = quantize_rows(x, torch.float8_e4m3fn)
+        worst["fp8"] = off(scaled_matmul(x, weight, per_output), scaled_matmul_reference(quantized, row_scales, weight, per_output))
         if sizes.device.type == "cuda":  # the interpreter rounds otherwise
-            exact = (x.float() / row_scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            exact, _ = quantize_rows_reference(x, torch.float8_e4m3fn)
             worst["fp8 rounding"] = float((quantized.float() != exact.float()).float().mean())
     return worst
 
@@ -669,13 +669,13 @@ def measure_kernels(report: Report, gpu: Gpu, sizes: Sizes) -> None:
         operations, shape = 2.0 * rows * mlp * width, f"{rows} x {width} x {mlp}"
         activations = rows * (mlp + width) * item
         timed(f"torch's product, {shape}", lambda x=x, dense=dense: x @ dense.T, mlp * width * item + activations, operations)
-        timed(f"int8 product, {shape}", lambda x=x, w=int8, s=outs: int8_matmul(x, w, s), mlp * width + activations, operations / 2)
+        timed(f"int8 product, {shape}", lambda x=x, w=int8, s=outs: scaled_matmul(x, w, s), mlp * width + activations, operations / 2)
         timed(f"q4 product, {shape}", lambda x=x, c=codes, b=blocks: q4_matmul(x, c, b, b), mlp * width * 0.625 + activations, operations)
         timed(f"q8 product, {shape}", lambda x=x, c=int8, b=blocks: q8_matmul(x, c, b), mlp * width * 1.0625 + activations, operations)
         timed(f"awq product, {shape}", lambda x=x, c=words, z=zeros, s=scales: awq_matmul(x, c, z, s), mlp * width * 0.53 + activations, operations)
         if not gpu.cuda or torch.cuda.get_device_capability() >= (8, 9):
             fp8 = torch.randn(mlp, width, device=device).to(torch.float8_e4m3fn)
-            timed(f"fp8 product, {shape}", lambda x=x, w=fp8, s=outs: fp8_matmul(x, w, s), mlp * width + activations, operations / 2)
+            timed(f"fp8 product, {shape}", lambda x=x, w=fp8, s=outs: scaled_matmul(x, w, s), mlp * width + activations, operations / 2)
     for rows in (1, sizes.batches[-1]):
         logits = torch.randn(rows, sizes.vocab, device=device) * 3
         read = rows * sizes.vocab * 4.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from agentrt.kernels.matmul_shape import matmul_shape
+from agentrt.kernels.matmul_block import block_of, finish, multiply, starts
 from torch import Tensor
 
 
@@ -21,40 +21,35 @@ def _eightfold(words):
     return tl.interleave(fourfold, fourfold)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _awq_matmul(
     x, codes, zeros, scales, bias, out, rows, outputs, inputs, stride_x, stride_out,
     GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (block of outputs, block of rows); BLOCK_K divides GROUP, so a step has one zero and one scale an output."""
-    offsets_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offsets_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offsets_k = tl.arange(0, BLOCK_K)
-    in_m, in_n = offsets_m < rows, offsets_n < outputs
-    place = offsets_n % 8
+    m, n, in_m, in_n = block_of(rows, outputs, BLOCK_M, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    place = n % 8
     shift = (place % 2 * 4 + place // 2) * 4
     words = outputs // 8
-    offsets_w = tl.program_id(0) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
-    in_w = offsets_w < words
-    at_x = x + offsets_m.to(tl.int64)[:, None] * stride_x + offsets_k[None, :]
-    at_codes = codes + offsets_k.to(tl.int64)[:, None] * words + offsets_w[None, :]
+    word = tl.program_id(0) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
+    in_w = word < words
+    at_x = starts(x, m, stride_x)[:, None] + k[None, :]
+    at_codes = starts(codes, k, words)[:, None] + word[None, :]
     dtype = x.dtype.element_ty
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, inputs, BLOCK_K):
-        in_k = offsets_k < inputs - first
+        in_k = k < inputs - first
         group = first // GROUP
         packed = _eightfold(tl.load(at_codes + first * words, mask=in_w[None, :] & in_k[:, None], other=0))
-        packed_zeros = _eightfold(tl.load(zeros + group * words + offsets_w, mask=in_w, other=0))
+        packed_zeros = _eightfold(tl.load(zeros + group * words + word, mask=in_w, other=0))
         zero = (packed_zeros >> shift) & 0xF
-        scale = tl.load(scales + group * outputs + offsets_n, mask=in_n, other=0.0).to(tl.float32)
+        scale = tl.load(scales + group * outputs + n, mask=in_n, other=0.0).to(tl.float32)
         code = (packed >> shift[None, :]) & 0xF
         weight = ((code - zero[None, :]).to(tl.float32) * scale[None, :]).to(dtype)
         a = tl.load(at_x + first, mask=in_m[:, None] & in_k[None, :], other=0.0)
         acc = tl.dot(a, weight, acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias + offsets_n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    at = out + offsets_m.to(tl.int64)[:, None] * stride_out + offsets_n[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    finish(acc, bias, out, m, n, in_m, in_n, stride_out, BIAS)
 
 
 def awq_matmul(x: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,16 +65,8 @@ def awq_matmul(x: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bias: Te
     Returns:
         [rows, out], in x's dtype.
     """
-    rows, outputs = x.shape[0], scales.shape[1]
     group = x.shape[1] // scales.shape[0]
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    shape = matmul_shape(rows, most_depth=group & -group)
-    _awq_matmul[(triton.cdiv(outputs, shape.outputs), triton.cdiv(rows, shape.rows))](
-        x, codes, zeros, scales, scales if bias is None else bias, out, rows, outputs, x.shape[1], x.stride(0), out.stride(0),
-        GROUP=group, BIAS=bias is not None, BLOCK_M=shape.rows, BLOCK_N=shape.outputs, BLOCK_K=shape.depth,
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-    return out
+    return multiply(_awq_matmul, x, (codes, zeros, scales), bias, scales.shape[1], most_depth=group & -group, GROUP=group)
 
 
 def awq_weight(codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ def _draw_truncated(row, vocab, number, peak, warmth, top_k, top_p, min_p, whole
     return _nth_equal(row, vocab, chosen, place, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # or the first batch of each kind waits seconds for its own
 def _sample(logits, ways, tokens, aside, aside_ids, rows, stride, vocab, ASIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Program (row)."""
     place = tl.program_id(0)

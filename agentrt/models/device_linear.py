@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from agentrt.kernels.awq_matmul import awq_matmul
-from agentrt.kernels.fp8_matmul import fp8_matmul
-from agentrt.kernels.int8_matmul import int8_matmul
 from agentrt.kernels.q4_matmul import GROUP, q4_matmul
 from agentrt.kernels.q8_matmul import q8_matmul
 from agentrt.kernels.quantized_linear import QuantizedWeight, compact
+from agentrt.kernels.scaled_matmul import scaled_matmul
 from agentrt.models.linear import Linear, Quantized, StoredWeights
 from agentrt.models.quantized_checkpoint import AwqWeight, RowScaled
 
@@ -83,14 +82,13 @@ class RowScaledLinear:
     def __init__(self, parts: Sequence[RowScaled], bias: Tensor | None, device: torch.device) -> None:
         """Puts parts one below the other, on the device."""
         dtype = parts[0].q.dtype
-        self._matmul = int8_matmul if dtype == torch.int8 else fp8_matmul
         self._codes = torch.cat([part.q.view(torch.uint8) for part in parts]).view(dtype).to(device)
         self._scales = torch.cat([part.scale for part in parts]).to(device)
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""
-        return self._matmul(x, self._codes, self._scales, self._bias)
+        return scaled_matmul(x, self._codes, self._scales, self._bias)
 
 
 class DeviceLinears:

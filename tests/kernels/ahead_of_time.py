@@ -40,7 +40,8 @@ def source_of(function: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[st
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for place, parameter in enumerate(function.params):
         value = bound[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _DTYPES[value.dtype]
@@ -48,7 +49,7 @@ def source_of(function: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[st
                 attributes[(place,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if special and value % 16 == 0:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"

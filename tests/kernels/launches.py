@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 from agentrt.kernels import (
     awq_matmul,
-    fp8_matmul,
     gate_up,
-    int8_matmul,
     merge_parts,
     paged_attention,
     q4_matmul,
@@ -21,6 +19,7 @@ from agentrt.kernels import (
     rms_norm,
     rotary_kv,
     sample,
+    scaled_matmul,
     token_mask,
 )
 
@@ -75,12 +74,12 @@ def _gate_up(activation: str) -> Launch:
 
 def _int8(rows: int) -> Launch:
     x, w = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 2048, dtype=torch.int8)
-    return Launch(lambda: int8_matmul.int8_matmul(x, w, torch.empty(2048)))
+    return Launch(lambda: scaled_matmul.scaled_matmul(x, w, torch.empty(2048)))
 
 
 def _fp8(rows: int) -> Launch:
     x, w = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 2048, dtype=torch.float8_e4m3fn)
-    return Launch(lambda: fp8_matmul.fp8_matmul(x, w, torch.empty(2048)), (90,))
+    return Launch(lambda: scaled_matmul.scaled_matmul(x, w, torch.empty(2048)), (90,))
 
 
 def _q4(rows: int) -> Launch:

@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import gguf
 import numpy as np
 import torch
-from agentrt.kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
+from agentrt.kernels.quantize_rows import quantize_rows
 from agentrt.kernels.quantized_linear import QuantizedWeight
+from agentrt.kernels.scaled_matmul import scaled_matmul_reference
 from safetensors.torch import load_file, save_file
 
 from agentrt.hub.gguf import BLOCKS_FILE
@@ -108,5 +109,5 @@ def test_parts_are_put_together_in_their_own_layout() -> None:
 
     singly = torch.cat([run(4, [part], None) for part in awq], 1) + bias
     torch.testing.assert_close(run(4, awq, bias), singly)
-    wanted = fp8_matmul_reference(*quantize_rows_fp8(x), torch.cat([part.q.double() for part in fp8]), torch.cat([part.scale for part in fp8]))
+    wanted = scaled_matmul_reference(*quantize_rows(x, torch.float8_e4m3fn), torch.cat([part.q.double() for part in fp8]), torch.cat([part.scale for part in fp8]))
     torch.testing.assert_close(run(8, fp8, bias).double(), wanted + bias, atol=1e-4, rtol=1e-4)
