@@ -341,8 +341,7 @@ class Steps:
     def _eager(self, batch: ForwardBatch) -> Tensor:
         if self._sizes.device.type == "cuda":
             batch = batch.on(self._sizes.device, slots=False)
-        hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
-        return hidden.index_select(0, batch.logits_rows)
+        return self._model.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store, batch.logits_rows)
 
     def seconds(self, batch: ForwardBatch, gpu: Gpu) -> float:
         """Median seconds of a step, planning and waiting included."""

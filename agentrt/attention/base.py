@@ -8,9 +8,10 @@ forced run and a draft differ only in the length of the run, so backends that ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 
@@ -41,7 +42,10 @@ class AttentionBatch:
         new_slots: int64 [tokens]: those last parts, run after run.
         shared: Groups of runs (indices) and the number of leading slots that they have in common, so that a backend
             may read a shared prefix once; every run is in at most one group. A hint: ignoring it is right too.
-        prepared: What a backend worked out for this batch and wants to keep for the next layer.
+        attending: How many tokens of each run attend, the last ones; None: all. What is answered for the others is left open, so a
+            backend may attend with all of them; every token's k and v are written all the same.
+        prepared: What a backend worked out for this batch and wants to keep for the next layer; `only` shares it, so what depends
+            on `attending` is kept under it.
     """
 
     query_lengths: tuple[int, ...]
@@ -49,7 +53,19 @@ class AttentionBatch:
     slots: tuple[Tensor, ...]
     new_slots: Tensor
     shared: tuple[tuple[tuple[int, ...], int], ...] = ()
+    attending: tuple[int, ...] | None = None
     prepared: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+
+    def only(self, wanted: Tensor) -> AttentionBatch:
+        """The same runs, in which no token before a run's first wanted one has to attend.
+
+        Args:
+            wanted: int64 [rows], on the CPU: tokens, counted through all runs, in any order.
+        """
+        rows, lengths = np.sort(wanted.numpy()), np.array(self.query_lengths, dtype=np.int64)
+        ends = lengths.cumsum()
+        first = np.append(rows, ends[-1:])[rows.searchsorted(ends - lengths)]  # beyond the run's end if none of it is wanted
+        return replace(self, attending=tuple(np.maximum(ends - first, 0).tolist()))
 
 
 class Attention(Protocol):

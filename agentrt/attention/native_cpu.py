@@ -131,9 +131,10 @@ class NativeAttention:
 
     def runs(self, batch: AttentionBatch) -> int:
         """The address of a batch's `AttentionRuns`, which the batch keeps."""
-        prepared = batch.prepared.get(NativeAttention)
+        key = (NativeAttention, batch.attending)
+        prepared = batch.prepared.get(key)
         if not isinstance(prepared, _Prepared):
-            prepared = batch.prepared[NativeAttention] = _prepare(batch)
+            prepared = batch.prepared[key] = _prepare(batch)
         return prepared.address
 
     def _run(
@@ -185,11 +186,12 @@ def _dense(heads: Tensor) -> Tensor:
 
 def _prepare(batch: AttentionBatch) -> _Prepared:
     lengths = np.array(batch.query_lengths, dtype=np.int64)
+    attending = lengths if batch.attending is None else np.array(batch.attending, dtype=np.int64)
     slots = np.array([slots.data_ptr() for slots in batch.slots], dtype=np.int64)
     arrays = (
-        lengths.cumsum() - lengths,
-        lengths,
-        np.array(batch.context_lengths, dtype=np.int64),
+        lengths.cumsum() - attending,
+        attending,
+        np.array(batch.context_lengths, dtype=np.int64) + lengths - attending,
         slots,
         np.array([len(members) for members, _ in batch.shared], dtype=np.int64),
         np.array([member for members, _ in batch.shared for member in members], dtype=np.int64),

@@ -158,7 +158,7 @@ class _Prefix:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of the batch: its rows, and the slots that it reads by itself."""
+    """One run of the batch: its rows that attend, and the slots that it reads by itself."""
 
     row: int
     new: int
@@ -198,7 +198,7 @@ class TorchAttention:
         keys, values = store
         keys.index_copy_(0, batch.new_slots, narrowed(k, keys.dtype))
         values.index_copy_(0, batch.new_slots, narrowed(v, values.dtype))
-        key = (TorchAttention, spec.window)
+        key = (TorchAttention, spec.window, batch.attending)
         plan = batch.prepared.get(key)
         if not isinstance(plan, _Plan):
             plan = batch.prepared[key] = plan_batch(batch, spec.window, q.dtype)
@@ -229,21 +229,26 @@ def plan_batch(batch: AttentionBatch, window: int | None, dtype: torch.dtype) ->
         dtype: Of q, and so of masks.
     """
     runs, row = [], 0
-    for new, context, slots in zip(batch.query_lengths, batch.context_lengths, batch.slots, strict=True):
+    attending = batch.query_lengths if batch.attending is None else batch.attending
+    for length, new, context, slots in zip(batch.query_lengths, attending, batch.context_lengths, batch.slots, strict=True):
+        row += length
+        context += length - new
         if window is not None:  # The earliest token of the run sees window - 1 tokens before it, the others fewer.
             context = min(context, window - 1)
             slots = slots[slots.shape[0] - context - new :]
-        runs.append(_Run(row, new, context, slots))
-        row += new
+        runs.append(_Run(row - new, new, context, slots))
     prefixes = tuple(_take_prefixes(runs, batch)) if window is None else ()
-    return _Plan(tuple(_parts(runs, window, dtype)), prefixes)
+    return _Plan(tuple(_parts([run for run in runs if run.new], window, dtype)), prefixes)
 
 
 def _take_prefixes(runs: list[_Run], batch: AttentionBatch) -> Iterator[_Prefix]:
     """Takes shared prefixes out of what each run reads by itself, in place."""
-    for members, length in batch.shared:
+    for sharing, length in batch.shared:
+        members = [member for member in sharing if runs[member].new]
+        if len(members) < 2:
+            continue
         length = min(length, *(runs[member].context for member in members))
-        if len(members) < 2 or length < SHARED_TOKENS:
+        if length < SHARED_TOKENS:
             continue
         slots = runs[members[0]].slots[:length]
         for member in members:

@@ -1,4 +1,4 @@
-"""Runs the model on a batch: hidden states of every token, logits of the wanted rows, scores of given tokens.
+"""Runs the model on a batch: hidden states and logits of the wanted rows, scores of given tokens.
 
 The caller holds torch's inference mode.
 """
@@ -47,8 +47,7 @@ class ModelRunner:
             return self._graphs.forward(batch)
         if self.device.type == "cuda":
             batch = batch.on(self.device, slots=self._wants_slots)
-        hidden = self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store)
-        return hidden.index_select(0, batch.logits_rows)
+        return self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store, batch.logits_rows)
 
     def foresee(self, batch: AttentionBatch) -> None:
         """Lets an attention that works steps out on the host do so for a step to come, but for where its tokens will go."""

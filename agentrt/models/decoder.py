@@ -89,7 +89,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, attention: Attention, store: LayeredStore
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        attention: Attention,
+        store: LayeredStore,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Runs one step; writes the new tokens' KV to their slots.
 
@@ -99,27 +105,22 @@ class Decoder:
             batch: The runs.
             attention: How to attend.
             store: Keys and values by layer.
+            wanted: int64 [rows]: the tokens that are asked about, in any order; None: all. The last layer computes no more of
+                the others than their KV.
 
         Returns:
-            Hidden states behind the last norm, [tokens, width].
+            Hidden states behind the last norm, [rows, width], in the order of `wanted`.
         """
+        kept = wanted if wanted is not None and len(wanted) < len(token_ids) else None  # None: there is nothing to leave out
         hidden = self._embedding.index_select(0, token_ids)
         if self._embedding_scale != 1.0:
             hidden.mul_(self._embedding_scale)
         angles = self._rope.angles(positions, self.dtype)
         local = angles if self._local_rope is None else self._local_rope.angles(positions, self.dtype)
-        if self.native is not None and (done := self.native.forward(hidden, angles, local, batch, attention, store)) is not None:
-            return done
-        changed: Tensor | None = None  # what the layer before adds; added where it is normed next
-        for index, layer in enumerate(self._layers):
-            normed = layer.before_attention(hidden) if changed is None else layer.before_attention.after_adding(hidden, changed)
-            attended = self._attend(layer, normed, local if layer.local else angles, batch, attention, store[index])
-            if layer.after_attention is not None:
-                attended = layer.after_attention(attended)
-            changed = self._mlp(layer, layer.before_mlp.after_adding(hidden, attended))
-            if layer.after_mlp is not None:
-                changed = layer.after_mlp(changed)
-        return self._norm(hidden) if changed is None else self._norm.after_adding(hidden, changed)
+        done = None if self.native is None else self.native.forward(hidden, angles, local, batch, attention, store, kept)
+        if done is None:
+            done = self._layer_by_layer(hidden, angles, local, batch, attention, store, kept)
+        return done if wanted is None or kept is not None else done.index_select(0, wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -135,6 +136,35 @@ class Decoder:
         cap = self._flags.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def _layer_by_layer(
+        self,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        local: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        attention: Attention,
+        store: LayeredStore,
+        wanted: Tensor | None,
+    ) -> Tensor:
+        changed: Tensor | None = None  # what the layer before adds; added where it is normed next
+        for index, layer in enumerate(self._layers):
+            normed = layer.before_attention(hidden) if changed is None else layer.before_attention.after_adding(hidden, changed)
+            kept = wanted if layer is self._layers[-1] else None
+            if kept is not None and kept.is_cpu:  # elsewhere, to look at them would be to wait for the device
+                batch = batch.only(kept)
+            attended = self._attend(layer, normed, local if layer.local else angles, batch, attention, store[index])
+            if kept is not None:
+                attended, hidden = attended.index_select(0, kept), hidden.index_select(0, kept)
+                if not len(kept):
+                    return hidden
+            attended = layer.output(attended)
+            if layer.after_attention is not None:
+                attended = layer.after_attention(attended)
+            changed = self._mlp(layer, layer.before_mlp.after_adding(hidden, attended))
+            if layer.after_mlp is not None:
+                changed = layer.after_mlp(changed)
+        return self._norm(hidden) if changed is None else self._norm.after_adding(hidden, changed)
+
     def _attend(
         self,
         layer: _Layer,
@@ -148,13 +178,14 @@ class Decoder:
         qkv = layer.qkv(normed).view(normed.shape[0], -1, self.config.head_dim)
         fused = getattr(attention, "from_qkv", None)  # of a FusedAttention; isinstance would take microseconds a layer
         if fused is not None and layer.q_norm is None:
-            return layer.output(fused(qkv, angles, heads, store, batch, layer.spec).view(normed.shape[0], -1))
+            fused_answer: Tensor = fused(qkv, angles, heads, store, batch, layer.spec)
+            return fused_answer.view(normed.shape[0], -1)
         qk = qkv[:, : self._rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat((layer.q_norm(qk[:, :heads]), layer.k_norm(qk[:, heads:])), 1)
         qk = rotate(qk, *angles)  # q and k turn alike, so one call does both
         attended = attention(qk[:, :heads], qk[:, heads:], qkv[:, self._rotated :], store, batch, layer.spec)
-        return layer.output(attended.view(normed.shape[0], -1))
+        return attended.view(normed.shape[0], -1)
 
     def _mlp(self, layer: _Layer, normed: Tensor) -> Tensor:
         return layer.down(self._rows.gate(layer.gate_up(normed), self._flags.activation))

@@ -75,7 +75,13 @@ class AdaptedModel:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, attention: Attention, store: LayeredStore
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        attention: Attention,
+        store: LayeredStore,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Runs one step; arguments and result are those of `agentrt.models.decoder.Decoder.forward`."""
         layer = -1
@@ -86,7 +92,7 @@ class AdaptedModel:
             return attention(q, k, v, store[layer], batch, spec)
 
         hidden: Tensor = _run(self._body, token_ids, positions, attend).last_hidden_state
-        return hidden[0]
+        return hidden[0] if wanted is None else hidden[0].index_select(0, wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -48,9 +48,15 @@ class CausalModel(Protocol):
     device: torch.device
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, attention: Attention, store: LayeredStore
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        attention: Attention,
+        store: LayeredStore,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Runs one step; returns hidden states [tokens, width]."""
+        """Runs one step; returns hidden states [rows, width] of the wanted tokens, int64 [rows], or of all."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -51,6 +51,12 @@ class _Layer(ctypes.Structure):
     )
 
 
+class _Wanted(ctypes.Structure):
+    """`DecoderWanted` of the kernel."""
+
+    _fields_ = (("runs", _POINTER), ("rows", _POINTER), ("count", _LONG))
+
+
 class _Shape(ctypes.Structure):
     """`DecoderShape` of the kernel."""
 
@@ -99,7 +105,7 @@ class NativeLayers:
         flags = config.decoder
         assert flags is not None  # `native_layers` has looked
         self._run = libraries["decoder"].agentrt_decoder
-        self._run.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, *[_POINTER] * 5)
+        self._run.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, *[_POINTER] * 6)
         self._run.restype = None
         self._kernels = (_POINTER * len(_LIBRARIES))(
             *(ctypes.cast(getattr(libraries[name], function), _POINTER).value for name, function in _LIBRARIES)
@@ -133,6 +139,7 @@ class NativeLayers:
         batch: AttentionBatch,
         attention: Attention,
         store: LayeredStore,
+        wanted: Tensor | None,
     ) -> Tensor | None:
         """Runs all layers.
 
@@ -140,19 +147,20 @@ class NativeLayers:
             hidden: Embeddings, [tokens, width]; changed, if anything is answered.
             angles, local: Cosines and sines of the new tokens, for layers that see all and for local ones.
             batch, attention, store: As for `Decoder.forward`.
+            wanted: int64 [rows], fewer than there are tokens, in any order; None: all.
 
         Returns:
-            [tokens, width], behind the last norm; None if the attention is not the native one.
+            [rows, width], behind the last norm; None if the attention is not the native one.
         """
         if not isinstance(attention, NativeAttention) or not attention.knows(hidden, store[0]):
             return None
         self._place(attention, store)
         tokens = hidden.shape[0]
-        memory, out = torch.empty(tokens * self._memory), torch.empty_like(hidden)
+        memory, out = torch.empty(tokens * self._memory), hidden.new_empty(tokens if wanted is None else len(wanted), hidden.shape[1])
         turns = (_POINTER * 4)(*(tensor.data_ptr() for tensor in (*angles, *local)))
-        self._run(
-            self._kernels, ctypes.addressof(self._shape), attention.runs(batch), tokens, hidden.data_ptr(), turns, memory.data_ptr(), out.data_ptr(), self._seconds
-        )
+        asked = None if wanted is None else ctypes.byref(_Wanted(attention.runs(batch.only(wanted)), wanted.data_ptr(), len(wanted)))
+        places = (hidden.data_ptr(), turns, memory.data_ptr(), out.data_ptr(), self._seconds)
+        self._run(self._kernels, ctypes.addressof(self._shape), attention.runs(batch), tokens, asked, *places)
         return out
 
     def _layer(self, layer: LayerParts, matrices: ctypes.Array[_Matrix]) -> _Layer:

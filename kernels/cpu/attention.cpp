@@ -49,11 +49,11 @@ struct AttentionShape {
     double scale, softcap;  // softcap 0: none
 };
 
-/// The runs of a step, as in `agentrt.attention.base.AttentionBatch`.
+/// The runs of a step, as in `agentrt.attention.base.AttentionBatch`; tokens of a run that do not attend count as its context.
 struct AttentionRuns {
-    int64_t count, tokens;
-    const int64_t* first_row;      // [count]: the run's first row of q
-    const int64_t* query_lengths;  // [count], each at least 1
+    int64_t count, tokens;         // all tokens, whose keys and values are written
+    const int64_t* first_row;      // [count]: the run's first row of q that attends
+    const int64_t* query_lengths;  // [count]: how many do; may be 0
     const int64_t* context_lengths;
     const int64_t* const* slots;
     const int64_t* new_slots;  // [tokens]
@@ -133,7 +133,7 @@ public:
         grouped_.assign(size_t(runs_.count), false);
         if (!shape_.window) share();
         for (int64_t run = 0; run < runs_.count; ++run)
-            if (!grouped_[size_t(run)]) alone(run);
+            if (!grouped_[size_t(run)] && runs_.query_lengths[run]) alone(run);
         divide();
     }
 

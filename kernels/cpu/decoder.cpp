@@ -4,8 +4,10 @@
 // here is, bit for bit, what those functions give when each is called by itself. What is saved is a few hundred calls from
 // Python, which at one row take as long as the matrices.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <utility>
 
 extern "C" {
 
@@ -43,6 +45,13 @@ struct DecoderShape {
     const float* norm;  // weight of the last norm
     const DecoderLayer* layer;
 };
+
+/// What is asked of the last layer, if it is not all.
+struct DecoderWanted {
+    const void* runs;     // an AttentionRuns: all tokens are written, and no more attend than has to
+    const int64_t* rows;  // [count]: tokens, in any order; fewer than there are
+    int64_t count;
+};
 }
 
 namespace {
@@ -68,7 +77,7 @@ private:
 class Step {
 public:
     Step(const DecoderKernels& kernels, const DecoderShape& shape, int64_t tokens, float* hidden, float* memory, double* seconds)
-        : kernels_(kernels), shape_(shape), tokens_(tokens), threads_(int(shape.threads)), hidden_(hidden), clock_(seconds) {
+        : kernels_(kernels), shape_(shape), rows_(tokens), threads_(int(shape.threads)), hidden_(hidden), clock_(seconds) {
         qkv_width_ = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
         normed_ = memory;
         changed_ = normed_ + tokens * shape.width;
@@ -78,18 +87,21 @@ public:
         gated_ = gate_up_ + tokens * 2 * shape.mlp_width;
     }
 
-    void run(const void* runs, const float* const* angles, float* out) {
+    void run(const void* runs, const DecoderWanted* wanted, const float* const* angles, float* out) {
         const float* added = nullptr;  // what the layer before adds; added where it is normed next
         for (int64_t i = 0; i < shape_.layers; ++i) {
             const DecoderLayer& layer = shape_.layer[i];
             const DecoderMatrix* part = layer.part;
             norm(added, layer.before_attention, normed_);
             part = multiply(part, layer.parts[0], normed_, qkv_, qkv_width_);
-            attend(layer, runs, angles + 2 * layer.local);
+            const bool some = wanted && i + 1 == shape_.layers;
+            attend(layer, some ? wanted->runs : runs, angles + 2 * layer.local);
+            if (some) keep(*wanted);
+            if (!rows_) return;
             part = multiply(part, layer.parts[1], attended_, changed_, shape_.width);
             norm(changed_, layer.before_mlp, normed_);
             part = multiply(part, layer.parts[2], normed_, gate_up_, 2 * shape_.mlp_width);
-            kernels_.gate(gate_up_, gated_, tokens_, shape_.mlp_width, 2 * shape_.mlp_width, int(shape_.activation), 0, threads_);
+            kernels_.gate(gate_up_, gated_, rows_, shape_.mlp_width, 2 * shape_.mlp_width, int(shape_.activation), 0, threads_);
             clock_.took(ROWS);
             multiply(part, layer.parts[3], gated_, changed_, shape_.width);
             added = changed_;
@@ -98,14 +110,26 @@ public:
     }
 
 private:
+    /// From here on there are only the wanted rows. They fit where more rows were that nobody needs any more.
+    void keep(const DecoderWanted& wanted) {
+        auto gather = [&](float*& rows, int64_t width, float*& unused) {
+            for (int64_t i = 0; i < wanted.count; ++i) std::copy_n(rows + wanted.rows[i] * width, width, unused + i * width);
+            std::swap(rows, unused);
+        };
+        gather(hidden_, shape_.width, normed_);
+        gather(attended_, shape_.heads * shape_.head_dim, qkv_);
+        rows_ = wanted.count;
+        clock_.took(ROWS);
+    }
+
     void norm(const float* added, const float* weight, float* out) {
-        kernels_.norm(hidden_, added, weight, out, tokens_, shape_.width, shape_.width, shape_.width, float(shape_.eps), 0, threads_);
+        kernels_.norm(hidden_, added, weight, out, rows_, shape_.width, shape_.width, shape_.width, float(shape_.eps), 0, threads_);
         clock_.took(ROWS);
     }
 
     const DecoderMatrix* multiply(const DecoderMatrix* part, int64_t parts, const float* x, float* y, int64_t width) {
         for (int64_t i = 0; i < parts; y += part->outputs, ++i, ++part)
-            kernels_.linear(x, part->inputs, tokens_, part->inputs, part->packed, int(part->bits), int(part->half), int(part->minima), part->bias,
+            kernels_.linear(x, part->inputs, rows_, part->inputs, part->packed, int(part->bits), int(part->half), int(part->minima), part->bias,
                             y, width, part->outputs, threads_);
         clock_.took(LINEARS);
         return part;
@@ -119,9 +143,8 @@ private:
 
     const DecoderKernels& kernels_;
     const DecoderShape& shape_;
-    const int64_t tokens_;
+    int64_t rows_, qkv_width_;
     const int threads_;
-    int64_t qkv_width_;
     float *hidden_, *normed_, *changed_, *qkv_, *attended_, *gate_up_, *gated_;
     Clock clock_;
 };
@@ -137,11 +160,11 @@ int64_t agentrt_decoder_memory(const DecoderShape* shape) {
 
 /// Runs all layers and the last norm.
 ///
-/// runs: an AttentionRuns. hidden [tokens, width]: embeddings; changed. angles: cosines and sines [tokens, head_dim] for all layers,
-/// then for local ones. memory: of `agentrt_decoder_memory` floats a token. out [tokens, width]. seconds [3]: what linears, attention,
+/// runs: an AttentionRuns. wanted: null if all rows are. hidden [tokens, width]: embeddings; changed. angles: cosines and sines [tokens, head_dim] for all layers,
+/// then for local ones. memory: of `agentrt_decoder_memory` floats a token. out [wanted or tokens, width]. seconds [3]: what linears, attention,
 /// and norms with activations took is added to them.
-void agentrt_decoder(const DecoderKernels* kernels, const DecoderShape* shape, const void* runs, int64_t tokens, float* hidden,
-                     const float* const* angles, float* memory, float* out, double* seconds) {
-    Step(*kernels, *shape, tokens, hidden, memory, seconds).run(runs, angles, out);
+void agentrt_decoder(const DecoderKernels* kernels, const DecoderShape* shape, const void* runs, int64_t tokens, const DecoderWanted* wanted,
+                     float* hidden, const float* const* angles, float* memory, float* out, double* seconds) {
+    Step(*kernels, *shape, tokens, hidden, memory, seconds).run(runs, wanted, angles, out);
 }
 }

@@ -141,6 +141,21 @@ def test_neighbours_sharing_and_threads_change_no_bit(heads: Heads, runs: list[R
     assert torch.equal(alone, together)
 
 
+@settings(max_examples=25)
+@given(heads, runs, specs, shared, st.sampled_from([1, 3]), st.data())
+def test_tokens_that_need_not_attend_change_no_bit(heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, threads: int, data: st.DataObject) -> None:
+    """Of the others, nor of what is written to the store."""
+    case = make(heads, runs, page=1, scattered=True, shared=shared, seed=data.draw(st.integers(0, 2**20)))
+    wanted = torch.tensor(data.draw(st.lists(st.integers(0, len(case.qkv) - 1), max_size=3)), dtype=torch.int64)
+    qkv = case.qkv.split([heads.heads, heads.kv_heads, heads.kv_heads], 1)
+    stores = [(case.store[0].clone(), case.store[1].clone()) for _ in range(2)]
+    with poisoned_outputs(threads):
+        every, some = (native()(*qkv, store, batch, spec) for store, batch in zip(stores, (case.batch, case.batch.only(wanted)), strict=True))
+    assert torch.equal(some[wanted], every[wanted])
+    for mine, theirs in zip(*stores, strict=True):
+        assert torch.equal(mine.nan_to_num(9.0), theirs.nan_to_num(9.0))
+
+
 @pytest.mark.parametrize("cut", [1, 30, 64, 99])
 def test_where_a_chunk_is_cut_changes_no_bit(cut: int) -> None:
     case, spec = make(Heads(6, 2, 64), [Run(100, 40)], page=1, scattered=True, shared=0, seed=cut), AttentionSpec(0.1, window=80)

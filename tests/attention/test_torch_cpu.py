@@ -69,6 +69,28 @@ def test_equals_the_reference(runs: list[tuple[int, int, bool]], spec: Attention
             torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
 
 
+@settings(max_examples=30, deadline=None)
+@given(runs, specs, st.integers(0, 2**20), st.lists(st.integers(0, 200), max_size=3))
+def test_only_what_is_wanted(runs: list[tuple[int, int, bool]], spec: AttentionSpec, seed: int, rows: list[int]) -> None:
+    """A run's tokens from the first wanted one on are as they are when all attend, and all are written."""
+    batch = make_batch(runs, seed)
+    generator = torch.Generator().manual_seed(seed)
+    stores = [poisoned_store(batch, generator)]
+    stores.append((stores[0][0].clone(), stores[0][1].clone()))
+    tokens = sum(batch.query_lengths)
+    wanted = torch.tensor([row % tokens for row in rows], dtype=torch.int64)
+    only = batch.only(wanted)
+    assert only.attending is not None
+    ends = [sum(batch.query_lengths[: run + 1]) for run in range(len(runs))]
+    for end, length, attending in zip(ends, batch.query_lengths, only.attending, strict=True):
+        assert attending == max((end - row for row in wanted.tolist() if end - length <= row < end), default=0)
+    qkv = torch.randn(tokens, (GROUP + 2) * KV_HEADS, HEAD_DIM, generator=generator).split([GROUP * KV_HEADS, KV_HEADS, KV_HEADS], 1)
+    every, some = (TorchAttention()(*qkv, store, one, spec) for store, one in zip(stores, (batch, only), strict=True))
+    torch.testing.assert_close(some[wanted], every[wanted], atol=2e-6, rtol=1e-5)
+    for mine, other in zip(*stores, strict=True):
+        torch.testing.assert_close(mine, other, atol=0, rtol=0, equal_nan=True)
+
+
 def test_a_run_does_not_depend_on_its_neighbours() -> None:
     """Alone or among others, in any order: the same numbers to rounding, though the calls differ."""
     kinds = [(1, 40, True), (1, 3, True), (24, 40, False), (1, 200, True), (5, 6, True), (9, 0, True)]
@@ -135,6 +157,9 @@ def test_a_shared_prefix_is_read_once_and_merged(
     expected = ReferenceAttention()(q, k, v, (keys.clone(), values.clone()), batch, spec)
     got = TorchAttention()(q, k, v, (keys, values), batch, spec)
     torch.testing.assert_close(got, expected, atol=5e-5, rtol=1e-4)  # scores of up to 100 in float32
+    wanted = torch.randperm(sum(news), generator=generator)[: seed % 3]
+    some = TorchAttention()(q, k, v, (keys, values), batch.only(wanted), spec)
+    torch.testing.assert_close(some[wanted], expected[wanted], atol=5e-5, rtol=1e-4)
 
 
 def test_bfloat16_is_the_reference_rounded() -> None:

@@ -115,6 +115,58 @@ class Paged:
         return {sequence: torch.cat(rows) for sequence, rows in self.logits.items()}
 
 
+#: New tokens of each run on top of the shared prefix of 70, and which of them are wanted: drafts, a decode, what a grammar forced, a prompt's middle.
+BRANCHES = ((3, (0, 2)), (1, (0,)), (5, (4,)), (20, ()))
+
+
+def steps_with_wanted(vocab: int = VOCAB) -> list[tuple[torch.Tensor, torch.Tensor, AttentionBatch, torch.Tensor]]:
+    """A prompt of which nothing is wanted; then branches of it, a chunk of another prompt, and one to score: for `Decoder.forward`, and the wanted rows."""
+    generator = torch.Generator().manual_seed(7)
+    free = torch.randperm(256, generator=generator)
+    prefix, free = free[:70], free[70:]
+
+    def step(runs: list[tuple[torch.Tensor, int]], wanted: list[int], shared: Any) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch, torch.Tensor]:
+        news, contexts = tuple(new for _, new in runs), tuple(len(slots) - new for slots, new in runs)
+        fresh = torch.cat([slots[len(slots) - new :] for slots, new in runs])
+        positions = torch.cat([torch.arange(context, context + new) for context, new in zip(contexts, news, strict=True)])
+        token_ids = torch.randint(vocab, (len(fresh),), generator=generator)
+        return token_ids, positions, AttentionBatch(news, contexts, tuple(slots for slots, _ in runs), fresh, shared), torch.tensor(wanted, dtype=torch.int64)
+
+    runs, sampled = [], []
+    for new, rows in BRANCHES:
+        sampled += [sum(length for _, length in runs) + row for row in rows]
+        runs.append((torch.cat((prefix, free[:new])), new))
+        free = free[new:]
+    first = sum(length for _, length in runs)
+    runs += [(free[:40], 40), (free[40:52], 12)]
+    scored = list(range(first + 40, first + 51))
+    return [step([(prefix, 70)], [], ()), step(runs, [*scored, *sampled, first + 51], ((tuple(range(len(BRANCHES))), 70),))]
+
+
+@torch.inference_mode()
+def expect_wanted_alike(model: Any, attention: Attention, compare: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Wanted rows, and keys and values of all, are what they are when all rows are asked for."""
+    stores = [KVStore(model.config, 256, model.dtype) for _ in range(2)]
+    for token_ids, positions, batch, wanted in steps_with_wanted(model.config.vocab_size):
+        every = model.forward(token_ids, positions, batch, attention, stores[0])
+        batch.prepared.clear()
+        some = model.forward(token_ids, positions, batch, attention, stores[1], wanted)
+        assert some.shape == (len(wanted), every.shape[1])
+        assert every.isfinite().all()
+        compare(some, every[wanted])
+        for layer in range(model.config.layers):
+            for mine, theirs in zip(stores[1][layer], stores[0][layer], strict=True):
+                compare(mine[batch.new_slots], theirs[batch.new_slots])
+    backwards = torch.arange(len(token_ids)).flip(0)  # all of them, in another order
+    compare(model.forward(token_ids, positions, batch, attention, stores[1], backwards), every[backwards])
+
+
+@pytest.fixture(scope="session")
+def wanted_alike() -> Callable[..., None]:
+    """`expect_wanted_alike(model, attention, compare)`."""
+    return expect_wanted_alike
+
+
 def prompts_of(lengths: Iterable[int], vocab: int = VOCAB, seed: int = 3) -> dict[int, list[int]]:
     """Random prompts by sequence number."""
     generator = random.Random(seed)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.models.decoder import Decoder
 from agentrt.models.loader import load_model
 
@@ -105,3 +107,13 @@ def test_gemma3_scales_only_its_full_layers(
         },
     )
     equal(native(model, tmp_path), model)
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "gemma2", "gemma3"])
+def test_rows_that_are_not_wanted_are_left_out(name: str, tiny: Callable[..., Any], wanted_alike: Callable[..., None], tmp_path: Path) -> None:
+    family, changes = FAMILIES[name]
+    wanted_alike(native(tiny(family, **changes), tmp_path), TorchAttention(), nearly)
+
+
+def nearly(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.errors import ModelError
 from agentrt.models.loader import load_model
 
@@ -40,6 +42,11 @@ def test_logits_are_transformers(
     model = tiny(family, **changes)
     model.save_pretrained(tmp_path)
     equal(load_model(tmp_path).decoder, model)
+
+
+def test_only_wanted_rows_are_answered(tiny: Callable[..., Any], wanted_alike: Callable[..., None], tmp_path: Path) -> None:
+    tiny("Gemma").save_pretrained(tmp_path)
+    wanted_alike(load_model(tmp_path).decoder, TorchAttention(), lambda got, expected: torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,28 @@ def test_no_bit_differs(name: str, bits: int, tiny: Callable[..., Any], paged: A
         assert torch.equal(got[sequence], rows)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_that_are_not_wanted_change_no_bit(name: str, threads: int, tiny: Callable[..., Any], wanted_alike: Any, tmp_path: Path) -> None:
+    family, changes = FAMILIES[name]
+    model, attention = decoder(tiny(family, **changes), tmp_path, 4), cpu_attention()
+    assert isinstance(attention, NativeAttention)
+    assert model.native is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        wanted_alike(model, attention, same_bits)
+        taken = model.native.seconds
+        wanted_alike(model, OneByOne(attention), same_bits)
+        assert model.native.seconds == taken
+    finally:
+        torch.set_num_threads(before)
+
+
+def same_bits(got: Tensor, expected: Tensor) -> None:
+    assert torch.equal(got, expected)
+
+
 def test_parts_of_different_formats_lie_side_by_side(tiny: Callable[..., Any], paged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from agentrt.kernels.quantized_linear import QuantizedWeight
 
