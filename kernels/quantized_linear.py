@@ -112,44 +112,80 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[
     native = _native() if weight.q.device.type == "cpu" else None
     if native is None:
         return functools.partial(reference, weight=weight.dequantize(), bias=bias)
+    return NativeLinear(native, pack(native, weight), bias)
+
+
+def packed_linear(weight: PackedWeight, bias: Tensor | None) -> NativeLinear:
+    """The layer on the native kernel, which must be there, of a weight that lies as it wants it."""
+    native = _native()
+    if native is None:
+        raise ValueError("there is no native kernel for a packed weight")
     return NativeLinear(native, weight, bias)
+
+
+def isa() -> str | None:
+    """The instructions that the native kernel was compiled for; weights are packed to suit them. None: there is no kernel."""
+    library = _native()
+    if library is None:
+        return None
+    name: bytes = library.linear_isa()
+    return name.decode()
 
 
 def is_fast() -> bool:
     """Whether there is a kernel in this processor's vector instructions, so that fewer bits mean less time."""
-    library = _native()
-    return library is not None and library.linear_isa() != b"plain C"
+    return isa() not in (None, "plain C")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix in the native kernel's own layout.
+
+    Attributes:
+        inputs, outputs: Columns and rows.
+        bits: Of a weight: 4 or 8.
+        half: Whether scales are float16, not float32.
+        minima: Whether it has minima; with 4 bits and without, they are -8 times their scales.
+        packed: uint8, begins at a cache line.
+    """
+
+    inputs: int
+    outputs: int
+    bits: int
+    half: bool
+    minima: bool
+    packed: Tensor
+
+
+def pack(library: ctypes.CDLL, weight: QuantizedWeight) -> PackedWeight:
+    """Packs a weight, in memory that is its own."""
+    outputs, groups, _ = weight.q.shape
+    half = weight.scale.dtype == torch.float16
+    minimum = None if weight.minimum is None or _centred(weight.scale, weight.minimum) else weight.minimum.contiguous()
+    packed = packed_memory.take(library.linear_packed_bytes(outputs, groups, weight.bits, half, minimum is not None))
+    q, scale = weight.q.contiguous(), weight.scale.contiguous()
+    library.linear_pack(
+        q.data_ptr(), scale.data_ptr(), _address(minimum), outputs, groups, weight.bits, half, packed.data_ptr(), torch.get_num_threads()
+    )
+    return PackedWeight(weight.inputs, outputs, weight.bits, half, minimum is not None, packed)
 
 
 class NativeLinear:
-    """The layer on the native kernel; holds the weights in the kernel's own layout."""
+    """The layer on the native kernel.
 
-    def __init__(self, library: ctypes.CDLL, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        """Packs the weights."""
+    Attributes:
+        weight: What it multiplies by.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: PackedWeight, bias: Tensor | None) -> None:
+        """Takes the weight as it is."""
+        self.weight = weight
         self._run = library.linear_run
-        self._inputs = weight.inputs
-        self._outputs, groups, _ = weight.q.shape
-        self._bits = weight.bits
-        self._half = int(weight.scale.dtype == torch.float16)
+        self._inputs, self._outputs = weight.inputs, weight.outputs
+        self._bits, self._half, self._minima = weight.bits, int(weight.half), int(weight.minima)
         self._bias = None if bias is None else bias.float().contiguous()
-        minimum = None if weight.minimum is None or _centred(weight.scale, weight.minimum) else weight.minimum.contiguous()
-        self._minima = int(minimum is not None)
-        size = library.linear_packed_bytes(self._outputs, groups, self._bits, self._half, self._minima)
-        self._packed = packed_memory.take(size)
-        q, scale = weight.q.contiguous(), weight.scale.contiguous()
-        library.linear_pack(
-            q.data_ptr(),
-            scale.data_ptr(),
-            _address(minimum),
-            self._outputs,
-            groups,
-            self._bits,
-            self._half,
-            self._packed.data_ptr(),
-            torch.get_num_threads(),
-        )
         # Tensors never move, so their addresses are asked once.
-        self._addresses = (self._packed.data_ptr(), _address(self._bias))
+        self._addresses = (weight.packed.data_ptr(), _address(self._bias))
 
     @property
     def held(self) -> tuple[int, int | None, int, int, int, int, int]:

@@ -5,6 +5,7 @@ It is platformdirs' user cache folder ``agentrt``, or ``AGENTRT_HOME``::
     <home>/models/<short name>/<file>.gguf       fetched
     <home>/models/<short name>/.partial/         still arriving; parts that were checked are used again
     <home>/converted/<key>/                      a GGUF in Hugging Face's layout, keyed by its content
+    <home>/packed/<name>-<key>/                  matrices of a model's folder as kernels want them, keyed by the folder's path
     <home>/hashes/<key>.json                     content hash of a file, remembered by path, size and time
     <home>/locks/<name>.lock                     held by the process that fetches or converts
 
@@ -44,13 +45,13 @@ class CachedModel:
         name: Short name of a fetched model; for a converted one, the model's name as its file has it.
         path: File or folder.
         bytes: Its size on the disk.
-        kind: "fetched", "converted", or "partial" for a fetch or a conversion that did not finish.
+        kind: "fetched", "converted", "packed", or "partial" for a fetch or a conversion that did not finish.
     """
 
     name: str
     path: Path
     bytes: int
-    kind: Literal["fetched", "converted", "partial"]
+    kind: Literal["fetched", "converted", "packed", "partial"]
 
 
 def cache_home() -> Path:
@@ -77,6 +78,12 @@ def is_complete(folder: Path) -> bool:
 def converted_path(key: str) -> Path:
     """Where the converted form of a GGUF with that key lies."""
     return cache_home() / "converted" / key
+
+
+def packed_path(folder: Path) -> Path:
+    """Where a model's packed matrices lie: a folder for each folder that holds a model."""
+    whole = folder.resolve()
+    return cache_home() / "packed" / f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:16]}"
 
 
 @contextmanager
@@ -149,11 +156,13 @@ def list_cached() -> list[CachedModel]:
     for folder in _subfolders(cache_home() / "converted"):
         kind: Literal["converted", "partial"] = "converted" if is_complete(folder) else "partial"
         found.append(CachedModel(_converted_name(folder), folder, folder_bytes(folder), kind))
+    for folder in _subfolders(cache_home() / "packed"):
+        found.append(CachedModel(_packed_name(folder), folder, folder_bytes(folder), "packed"))
     return found
 
 
 def remove(name: str) -> list[CachedModel]:
-    """Removes a model of the catalogue from the cache, its converted form too; or one converted folder, by its key.
+    """Removes a model of the catalogue from the cache, with all that was made of it; or one folder that was made, by its name.
 
     Returns:
         What was removed.
@@ -161,11 +170,11 @@ def remove(name: str) -> list[CachedModel]:
     Raises:
         ModelError: There is no such model.
     """
-    by_key = converted_path(name)
-    if name and by_key.parent == cache_home() / "converted" and by_key.is_dir():
-        chosen = [CachedModel(_converted_name(by_key), by_key, folder_bytes(by_key), "converted")]
-    else:
-        chosen = _of_catalog_entry(resolve(name).entry, name)
+    cached, made = list_cached(), (cache_home() / "converted", cache_home() / "packed")
+    chosen = [model for model in cached if model.path.name == name and model.path.parent in made]
+    of_chosen = {packed_path(model.path) for model in chosen}
+    chosen += [model for model in cached if model.path in of_chosen]
+    chosen = chosen or _of_catalog_entry(resolve(name).entry, name)
     for model in chosen:
         if model.path.is_dir():
             shutil.rmtree(model.path)
@@ -191,6 +200,12 @@ def _converted_name(folder: Path) -> str:
             return entry.name
     name = _read_json(folder / "config.json").get("agentrt_name")
     return str(name) if name else folder.name
+
+
+def _packed_name(folder: Path) -> str:
+    """The model's name if it is of a converted folder; else the folder's own, which `remove` takes."""
+    source = converted_path(folder.name.rpartition("-")[0])
+    return _converted_name(source) if packed_path(source) == folder else folder.name
 
 
 def folder_bytes(folder: Path) -> int:

@@ -7,7 +7,7 @@ used where they lie. transformers is imported only for a model that the native d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from agentrt.models.config import (
 from agentrt.models.decoder import Decoder, LayeredStore, weight_shapes
 from agentrt.models.gguf_blocks import GgufBlocks
 from agentrt.models.linear import LinearFactory, Quantized, dense
+from agentrt.models.packed_weights import packed_weights
 from agentrt.models.quantized_checkpoint import AwqWeight, Files, QuantizedFiles, RowScaled
 
 _PARTS = {
@@ -161,10 +162,14 @@ def load_model(
         config = ModelConfig.from_hf(hf)
         with TensorFiles(folder) as files:
             stored = QuantizedFiles(files, hf["quantization_config"]) if hf.get("quantization_config") else files
-            weights = _FusedWeights(stored, config, dtype, device, exact=bits is not None)
+            packed = packed_weights(folder, bits) if bits is not None and not triton else None
+            unneeded = packed.names if packed is not None else frozenset[str]()
+            weights = _FusedWeights(stored, config, dtype, device, exact=bits is not None, unneeded=unneeded)
             if bits is not None:
                 linear = _few_bits(bits, weights, device, triton=triton)
-            decoder = Decoder(config, weights, linear)
+            decoder = Decoder(config, weights, linear if packed is None else packed.before(linear))
+            if packed is not None:
+                packed.keep()
     elif bits is not None:
         raise ModelError(
             f"{architecture_of(hf)} runs through transformers, whose matrices agentrt does not quantise; leave out dtype, or"
@@ -263,19 +268,31 @@ class _FusedWeights(Mapping[str, Tensor]):
     """The files' tensors under the decoder's names: q, k and v in one, gate and up in one, in the dtype asked for.
 
     A tensor that is stored so already, in that dtype, is not copied. Others are made when they are asked for, so that
-    no more than one exists twice. With `exact`, matrices that are to be quantised come in float32, on the CPU.
+    no more than one exists twice. With `exact`, matrices that are to be quantised come in float32, on the CPU. Of those that are
+    `unneeded` only the shape comes.
     """
 
-    def __init__(self, files: Files, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        files: Files,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exact: bool = False,
+        unneeded: Container[str] = (),
+    ) -> None:
         if config.decoder is None:
             raise ValueError(f"{config.architecture} has no native decoder")
-        self._files, self._dtype, self._device, self._exact = files, dtype, device, exact
+        self._files, self._dtype, self._device, self._exact, self._unneeded = files, dtype, device, exact, unneeded
         self._shapes = weight_shapes(config)
         self._flags = _layout(files, config.decoder)
         self._blocks = GgufBlocks(files.folder)
         self._check()
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._unneeded:
+            return torch.empty(self._shapes[name], device="meta")
         parts = [self._files.read(stored) for stored in self._stored(name)]
         matrix = len(self._shapes[name]) == 2 and name != "model.embed_tokens.weight"
         place = (torch.device("cpu"), torch.float32) if matrix and self._exact else (self._device, self._dtype)
