@@ -15,6 +15,7 @@ from agentrt.backend import Message
 from agentrt.backends.door import Prompt, is_batch, prompt_ids
 from agentrt.backends.local import LocalBackend
 from agentrt.config import AttentionChoice, CacheConfig, Dtype, EngineConfig, Eviction, Limits, Policy, SchedulerConfig
+from agentrt.engine import collector
 from agentrt.errors import UserError
 from agentrt.hub import resolve_model
 from agentrt.hub.fetch import ProgressCallback
@@ -118,8 +119,9 @@ class Engine(LocalBackend):
             scheduler=SchedulerConfig(step_tokens=step_tokens, max_running=max_running, policy=policy or defaults.policy),
             limits=limits or Limits(),
         )
-        files = resolve_model(model, progress)
-        super().__init__(config, name=files.name, folder=files.folder, tokenizer=load_tokenizer(str(files.folder)), process=process)
+        with collector.resting():
+            files = resolve_model(model, progress)
+            super().__init__(config, name=files.name, folder=files.folder, tokenizer=load_tokenizer(str(files.folder)), process=process)
 
     def __enter__(self) -> Self:
         return self

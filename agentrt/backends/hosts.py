@@ -98,7 +98,7 @@ class ProcessHost:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             # -P: the folder that we happen to be in is no place for the worker to import from
-            [sys.executable, "-P", "-m", "agentrt.engine.worker", str(child_read), str(child_write)],
+            [sys.executable, "-P", "-m", "agentrt.engine", str(child_read), str(child_write)],
             pass_fds=(child_read, child_write),
             stdin=subprocess.DEVNULL,
             stderr=self._errors,

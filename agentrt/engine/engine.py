@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrt.backend import FlushReport, Load, Tokenizer
 from agentrt.cache.prefix_cache import HotPath, PrefixCache
@@ -22,14 +22,14 @@ from agentrt.engine.live_request import LiveRequest, UnderWay
 from agentrt.engine.masks import MaskMaker
 from agentrt.engine.output import SampleOutput
 from agentrt.errors import AbortedError, AgentrtError
-from agentrt.grammar.compiler import CompiledGrammar
-from agentrt.grammar.healing import HealingCursor
-from agentrt.grammar.vocabulary import vocabulary_of
 from agentrt.observe.trace import TraceRecorder
 from agentrt.request import FinishReason, Request, TokenDelta, Usage
 from agentrt.scheduling.plan import Sampled, StepOutput, StepPlan
 from agentrt.scheduling.scheduler import Scheduler, Update
 from agentrt.scheduling.sequence import Cursor, Sequence
+
+if TYPE_CHECKING:
+    from agentrt.grammar.compiler import CompiledGrammar
 
 
 class EngineCore:
@@ -123,6 +123,9 @@ class EngineCore:
         """A cursor at the beginning of what the request's output must satisfy; None if it is free."""
         inner = None if grammar is None else grammar.cursor()
         if request.prompt_tail:
+            from agentrt.grammar.healing import HealingCursor  # most starts never need it
+            from agentrt.grammar.vocabulary import vocabulary_of
+
             return HealingCursor(request.prompt_tail, vocabulary_of(self._tokenizer), inner)
         return inner
 

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrt.errors import AgentrtError, as_request_error
-from agentrt.grammar.cursor import GrammarCursor, fill_masks
 from agentrt.scheduling.plan import StepPlan
 from agentrt.scheduling.sequence import Cursor, Sequence
 
@@ -79,7 +78,7 @@ def _complete(sequences: list[Sequence], foreseen: Future[_Foreseen] | None) -> 
 
 def _make(sequences: list[Sequence]) -> MadeMasks:
     made = MadeMasks()
-    made.masks.update(_together([s for s in sequences if not s.drafted and isinstance(s.cursor, GrammarCursor)]))
+    made.masks.update(_together([s for s in sequences if not s.drafted]))
     for sequence in sequences:
         if sequence.sequence_id in made.masks:
             continue
@@ -92,7 +91,10 @@ def _make(sequences: list[Sequence]) -> MadeMasks:
 
 def _together(sequences: list[Sequence]) -> dict[int, NDArray[np.int32]]:
     """The masks of sequences without drafts, int32 [1, words] each; none if one of them has failed, so that each is asked for itself."""
-    cursors = [s.cursor for s in sequences if isinstance(s.cursor, GrammarCursor)]
+    from agentrt.grammar.cursor import GrammarCursor, fill_masks  # here, since it is no part of a start
+
+    pairs = [(s, s.cursor) for s in sequences if isinstance(s.cursor, GrammarCursor)]
+    sequences, cursors = [s for s, _ in pairs], [cursor for _, cursor in pairs]
     if not cursors:
         return {}
     masks = np.empty((len(cursors), cursors[0].words), dtype=np.int32)

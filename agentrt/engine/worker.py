@@ -3,7 +3,7 @@
 In: ``("submit", request)``, ``("abort", request_id)``, ``("call", call_id, method, arguments)``, ``("close",)``.
 Out: ``("ready", facts)`` once, ``("deltas", [...])``, ``("result", call_id, value)``, ``("error", call_id, error)``, and ``("failed", error)`` last of all.
 
-As a process (``python -m agentrt.engine.worker READ_FD WRITE_FD``) it talks over two pipes that only its parent holds, and ends when
+As a process (``python -m agentrt.engine READ_FD WRITE_FD``) it talks over two pipes that only its parent holds, and ends when
 they close, so that it is never an orphan.
 """
 
@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrt.config import EngineConfig, Limits
 from agentrt.engine import collector
@@ -29,9 +29,11 @@ from agentrt.engine.assembly import build_engine
 from agentrt.engine.deadlines import Deadlines
 from agentrt.engine.engine import EngineCore
 from agentrt.errors import AbortedError, AgentrtError, EngineError, as_request_error
-from agentrt.grammar import CompiledGrammar, GrammarCache
 from agentrt.request import GrammarSpec, Request, TokenDelta
 from agentrt.text import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from agentrt.grammar import CompiledGrammar, GrammarCache
 
 Message = tuple[Any, ...]
 Inbox = queue.SimpleQueue[Message]
@@ -76,7 +78,9 @@ class Worker:
         self._inbox = inbox
         self._send = send
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="agentrt-grammar")
-        self._grammars = GrammarCache(limits)
+        self._limits = limits
+        self._grammars: GrammarCache | None = None  # made by the first to compile, since its imports would take a third of a start
+        self._making = threading.Lock()
         self._compiling: dict[str, _Compiling] = {}
         self._deadlines: Deadlines[_Compiling] = Deadlines()
         self._open = True
@@ -128,7 +132,7 @@ class Worker:
     def _on_submit(self, request: Request) -> None:
         spec = request.sampling.grammar
         begun = time.perf_counter()
-        found = None if spec is None else self._grammars.find(spec, self._tokenizer)
+        found = None if spec is None or self._grammars is None else self._grammars.find(spec, self._tokenizer)
         if spec is None or found is not None:  # at once, so that requests that come together begin together
             if found is not None:
                 self._core.note_compile(time.perf_counter() - begun)
@@ -144,9 +148,17 @@ class Worker:
         """Compiles, or finds compiled, in a thread of the pool."""
         begun = time.perf_counter()
         try:
-            return self._grammars.compile(spec, self._tokenizer)
+            return self._cache().compile(spec, self._tokenizer)
         finally:
             compiling.seconds = time.perf_counter() - begun
+
+    def _cache(self) -> GrammarCache:
+        with self._making:
+            if self._grammars is None:
+                from agentrt.grammar import GrammarCache
+
+                self._grammars = GrammarCache(self._limits)
+            return self._grammars
 
     def _on_compiled(self, compiling: _Compiling, done: Future[CompiledGrammar]) -> None:
         request = compiling.request
@@ -231,7 +243,3 @@ def _sender(writer: Connection) -> Send:
             os._exit(1)
 
     return send
-
-
-if __name__ == "__main__":
-    main()

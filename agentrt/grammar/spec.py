@@ -10,14 +10,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import FunctionType
-from typing import Any, Literal
-
-from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
-from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrt.errors import ConstraintError, GrammarError
 from agentrt.request import GrammarSpec, SamplingParams
 from agentrt.text.portable_types import portable
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Options = dict[str, str | int | bool]
 #: The field of a request that each kind of constraint comes from: what errors call it.
@@ -40,6 +40,8 @@ def schema_of(value: Any) -> Any:
         return dict(value) if isinstance(value, Mapping) else value
     if isinstance(value, str):
         return _schema_from_text(value)
+    from pydantic.errors import PydanticInvalidForJsonSchema  # here as below, since most starts need none of it
+
     try:
         return _adapter(value).json_schema()
     except PydanticInvalidForJsonSchema as error:
@@ -61,6 +63,9 @@ def _schema_from_text(text: str) -> Any:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     if isinstance(kind, FunctionType):
         raise GrammarError(f"json_schema: {kind!r} is a function; give the type of what it should return", param="json_schema")
+    from pydantic import PydanticUserError, TypeAdapter
+    from pydantic.errors import PydanticSchemaGenerationError
+
     try:
         return TypeAdapter(portable(kind))
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
@@ -203,6 +208,8 @@ def parse_value(kind: Any, text: str) -> Any:
     Raises:
         ConstraintError: The text is not such a value (cut short, or a rule of the type that no schema says).
     """
+    from pydantic import BaseModel, ValidationError
+
     try:
         if isinstance(kind, str | Mapping | bool):
             return json.loads(text)

@@ -11,6 +11,7 @@ needless wait and nothing else: what is reused is decided by the tree, on the id
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import defaultdict
 
@@ -35,7 +36,6 @@ class InFlight:
             page_size: Tokens a page: only whole pages are published.
         """
         self.block = page_size * -(-BLOCK // page_size)
-        self._random = np.random.default_rng()
         self._factors = np.empty(0, dtype=np.uint64)
         self._names: dict[int, array[int]] = {}  # sequence id -> names of its whole blocks, in order
         self._computing: dict[int, int] = {}  # block name -> sequence id
@@ -103,7 +103,7 @@ class InFlight:
         """
         count = len(packed) // (4 * self.block) * self.block
         while len(self._factors) < count:
-            more = self._random.integers(0, 2**64, max(count, 4096), dtype=np.uint64) | np.uint64(1)
+            more = np.frombuffer(os.urandom(8 * max(count, 4096)), dtype=np.uint64) | np.uint64(1)
             self._factors = np.concatenate((self._factors, more))
         ids = np.frombuffer(packed, dtype=np.int32, count=count).astype(np.uint64) + np.uint64(1)  # so that an id of 0 counts too
         sums = (ids * self._factors[:count]).cumsum()[self.block - 1 :: self.block]

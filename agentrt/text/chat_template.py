@@ -18,7 +18,6 @@ from typing import Any
 
 from agentrt.errors import PromptError
 from agentrt.text.chat_messages import Message, plain_messages, plain_tools, system_into_user, tools_in_words
-from agentrt.text.template_sandbox import SandboxedTemplate
 
 #: For a model without a template: what a base model continues best, a transcript.
 FALLBACK_TEMPLATE = (
@@ -60,6 +59,8 @@ class ChatTemplate:
         Raises:
             ModelError: The source is not a template.
         """
+        from agentrt.text.template_sandbox import SandboxedTemplate  # and jinja2, which a start does not need
+
         self.is_fallback = source is None
         self._template = SandboxedTemplate(FALLBACK_TEMPLATE if source is None else source)
         self._named_tokens = dict(named_tokens)

@@ -98,6 +98,20 @@ def test_an_engine_that_cannot_start_says_why(tiny_model):
         Engine("nowhere")
 
 
+def test_a_start_brings_nothing_that_only_constraints_and_chats_need(tiny_model):
+    code = f"""
+import sys, agentrt
+with agentrt.Engine({str(tiny_model)!r}, kv_tokens=256, threads=1, process=False) as engine:
+    engine.generate([1, 2, 3], agentrt.SamplingParams(max_tokens=2))
+    late = ("llguidance", "jsonschema", "pydantic", "jinja2", "outlines_core", "transformers", "fastapi", "numpy.random")
+    assert not [name for name in late if name in sys.modules], [name for name in late if name in sys.modules]
+    answer = engine.generate([1, 2, 3], agentrt.SamplingParams(max_tokens=20, choices=["yes", "no"]))
+    assert answer.text in ("yes", "no")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_parent_needs_no_torch(tiny_model):
     code = f"""
 import sys, agentrt

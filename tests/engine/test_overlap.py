@@ -76,7 +76,7 @@ def run(
     submit = core.submit
     core.submit = lambda request, *rest: (events.append(("submitted", request.request_id)), submit(request, *rest))  # type: ignore[method-assign]
     worker = Worker(core, tokenizer, Limits(), inbox, send)
-    worker._grammars.compile(json_schema_spec(SCHEMA), tokenizer)  # so that nobody waits for it, for however long
+    worker._cache().compile(json_schema_spec(SCHEMA), tokenizer)  # so that nobody waits for it, for however long
     worker.run()
     return events, deltas, device.plans
 
