@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from agentrt import backend as streams
@@ -121,7 +122,7 @@ class Engine(LocalBackend):
         )
         with collector.resting():
             files = resolve_model(model, progress)
-            super().__init__(config, name=files.name, folder=files.folder, tokenizer=load_tokenizer(str(files.folder)), process=process)
+            super().__init__(config, name=files.name, folder=files.folder, tokenizer=partial(load_tokenizer, str(files.folder)), process=process)
 
     def __enter__(self) -> Self:
         return self

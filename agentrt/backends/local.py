@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -27,14 +27,14 @@ from agentrt.request import Request
 class LocalBackend:
     """An engine on this machine."""
 
-    def __init__(self, config: EngineConfig, *, name: str, folder: Path, tokenizer: Tokenizer, process: bool = True) -> None:
+    def __init__(self, config: EngineConfig, *, name: str, folder: Path, tokenizer: Callable[[], Tokenizer], process: bool = True) -> None:
         """Starts an engine and waits until it is ready.
 
         Args:
             config: The engine's.
             name: The model's name, to show.
             folder: The model's folder, in Hugging Face's layout.
-            tokenizer: The model's.
+            tokenizer: Loads the model's; called while the engine starts.
             process: In a process of its own, rather than in a thread.
 
         Raises:
@@ -42,13 +42,13 @@ class LocalBackend:
             EngineError: The engine did not start.
         """
         self.config = config
-        self._tokenizer = tokenizer
         # The host's thread holds what is pending, not this object: one that nobody holds any more is closed.
         self._pending = pending = Pending()
         self._host: Host = (ProcessHost if process else ThreadHost)(config, folder, pending.receive)
         self._finalizer = weakref.finalize(self, self._host.close)
         pending.abort = partial(_abort, self._host)
         try:
+            self._tokenizer = tokenizer()
             self.facts = self._pending.ready.result()
         except BaseException:
             self._finalizer()

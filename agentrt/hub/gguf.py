@@ -26,14 +26,10 @@ from numpy.typing import NDArray
 from agentrt.errors import ModelError
 from agentrt.hub.gguf_config import generation_config, model_config
 from agentrt.hub.gguf_file import UNQUANTISED, GgufFile
-from agentrt.hub.model_cache import conversion_key, converted_path, is_complete, locked
+from agentrt.hub.model_cache import BLOCKS_FILE, conversion_key, converted_path, is_complete, locked
 from agentrt.hub.tokenizer_files import write_tokenizer_files
 
 _Value = TypeVar("_Value", bound=np.generic)
-
-#: Safetensors with the bytes of the quantised matrices: "<name>.<part>", uint8 [rows, bytes a row], the parts of a fused
-#: matrix one after the other, each with its GGML type in the metadata.
-BLOCKS_FILE = "gguf.blocks"
 
 _ALIGNMENT = 64  # of the tensors in the result, so that a mapped tensor suits any kernel
 

@@ -34,6 +34,10 @@ from agentrt.hub.catalog import CATALOG, CatalogEntry, resolve
 #: Part of a converted folder's name; raise it when the result of a conversion changes.
 CONVERTED_LAYOUT = 2
 
+#: In a converted folder, safetensors with the bytes of the quantised matrices: "<name>.<part>", uint8 [rows, bytes a row], the parts of a
+#: fused matrix one after the other, each with its GGML type in the metadata.
+BLOCKS_FILE = "gguf.blocks"
+
 _BLOCK = 4 << 20
 
 

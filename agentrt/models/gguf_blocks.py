@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from agentrt.hub.gguf import BLOCKS_FILE
+from agentrt.hub.model_cache import BLOCKS_FILE
 from agentrt.kernels.quantized_linear import QuantizedWeight
 
 

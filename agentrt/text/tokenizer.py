@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -27,6 +28,8 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 
 #: Characters from which on a text is tokenised without keeping other threads of this process waiting.
 LONG_TEXT = 8192
+
+_loading = threading.Lock()
 
 #: Encoded and decoded at load: spaces of every kind, digits, composed and not, emoji that are several characters.
 _SELF_TEST = "Round trip: a  12\t34\n\n  caf\u00e9 cafe\u0301 \ufb01 \u4f60\u597d \U0001f469\u200d\U0001f680 </s><|x|> \u00a0 end "
@@ -330,7 +333,8 @@ def load_tokenizer(model: str | None = None) -> Tokenizer:
         ModelError: The model cannot be had or read.
     """
     files = resolve_model(model)
-    return _loaded(files.folder, files.tokenizer_json.stat().st_mtime_ns, model)
+    with _loading:  # an engine in a thread and who starts it want the same one at the same time
+        return _loaded(files.folder, files.tokenizer_json.stat().st_mtime_ns, model)
 
 
 @lru_cache(maxsize=4)
