@@ -432,7 +432,7 @@ def check_products(sizes: Sizes, rows: int) -> dict[str, float]:
     scales = torch.rand(inputs // 128, out, generator=generator).to(device, dtype)
     int8 = torch.randint(-127, 128, (out, inputs), dtype=torch.int8, generator=generator).to(device)
     codes = torch.randint(0, 256, (out, inputs // 2), dtype=torch.uint8, generator=generator).to(device)
-    blocks = torch.rand(out, inputs // 32, generator=generator).to(device, dtype)
+    blocks = torch.rand(inputs // 32, out, generator=generator).to(device, dtype)
     per_output = torch.rand(out, generator=generator).to(device)
     worst = {
         "int8": off(scaled_matmul(x, int8, per_output), scaled_matmul_reference(*quantize_rows_reference(x, torch.int8), int8, per_output)),
@@ -660,7 +660,7 @@ def measure_kernels(report: Report, gpu: Gpu, sizes: Sizes) -> None:
         dense = torch.randn(mlp, width, device=device).to(dtype)
         int8 = torch.randint(-127, 128, (mlp, width), dtype=torch.int8, device=device)
         codes = torch.randint(0, 256, (mlp, width // 2), dtype=torch.uint8, device=device)
-        blocks = torch.rand(mlp, width // 32, device=device).to(dtype)
+        blocks = torch.rand(width // 32, mlp, device=device).to(dtype)
         words = torch.randint(-(2**31), 2**31 - 1, (width, mlp // 8), dtype=torch.int32, device=device)
         group = min(128, width)
         zeros, scales = words[: width // group].clone(), torch.rand(width // group, mlp, device=device).to(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from agentrt.kernels.matmul_block import block_of, finish, multiply, starts
+from agentrt.kernels.matmul_block import as_floats, block_of, finish, multiply, starts
 from torch import Tensor
 
 GROUP = 32
@@ -21,17 +21,18 @@ def _q8_matmul(
 ):  # fmt: skip
     """Program (block of outputs, block of rows); BLOCK_K inputs at a time."""
     m, n, in_m, in_n = block_of(rows, outputs, BLOCK_M, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    k, group = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 32)
     at_x = starts(x, m, stride_x)[:, None] + k[None, :]
     at_codes = starts(codes, n, inputs)[None, :] + k[:, None]
-    at_scales = starts(scales, n, inputs // 32)[None, :] + (k // 32)[:, None]
+    at_scales = starts(scales, group, outputs)[:, None] + n[None, :]
     dtype = x.dtype.element_ty
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, inputs, BLOCK_K):
-        in_k = k < inputs - first
-        in_w = in_n[None, :] & in_k[:, None]
-        scale = tl.load(at_scales + first // 32, mask=in_w, other=0.0).to(tl.float32)
-        weight = (tl.load(at_codes + first, mask=in_w, other=0).to(tl.float32) * scale).to(dtype)
+        in_k, in_g = k < inputs - first, group * 32 < inputs - first
+        scale = tl.load(at_scales + first // 32 * outputs, mask=in_g[:, None] & in_n[None, :], other=0.0)
+        code = tl.load(at_codes + first, mask=in_k[:, None] & in_n[None, :], other=0)
+        groups = as_floats(code).reshape(BLOCK_K // 32, 32, BLOCK_N)  # so that a scale is read once for all of its group
+        weight = (groups * scale.to(tl.float32)[:, None, :]).to(dtype).reshape(BLOCK_K, BLOCK_N)
         a = tl.load(at_x + first, mask=in_m[:, None] & in_k[None, :], other=0.0)
         acc = tl.dot(a, weight, acc, input_precision="ieee")
     finish(acc, bias, out, m, n, in_m, in_n, stride_out, BIAS)
@@ -43,7 +44,7 @@ def q8_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = No
     Args:
         x: [rows, in], the last dimension contiguous.
         codes: int8 [out, in], contiguous; `in` a multiple of 32.
-        scales: [out, in / 32], contiguous.
+        scales: [in / 32, out], contiguous.
         bias: [out] or None.
 
     Returns:
@@ -54,4 +55,4 @@ def q8_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = No
 
 def q8_weight(codes: Tensor, scales: Tensor) -> Tensor:
     """The weight that those stand for, float64 [out, in]."""
-    return codes.double() * scales.double().repeat_interleave(GROUP, 1)
+    return codes.double() * scales.double().T.repeat_interleave(GROUP, 1)

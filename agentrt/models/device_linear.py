@@ -37,7 +37,7 @@ class Q4Linear:
         assert weight.minimum is not None  # 4 bits have one
         scale, minimum = compact(weight.scale.float(), weight.minimum.float())
         self._codes = (weight.q[..., : GROUP // 2] | weight.q[..., GROUP // 2 :] << 4).flatten(1).to(device)
-        self._scale, self._minimum = scale.contiguous().to(device), minimum.contiguous().to(device)
+        self._scale, self._minimum = (part.T.contiguous().to(device) for part in (scale, minimum))
         self._bias = bias
         self._missing = -weight.inputs % GROUP
 
@@ -52,7 +52,7 @@ class Q8Linear:
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, device: torch.device) -> None:
         """Sends the weight to the device."""
         (scale,) = compact(weight.scale.float())
-        self._codes, self._scale = weight.q.flatten(1).contiguous().to(device), scale.contiguous().to(device)
+        self._codes, self._scale = weight.q.flatten(1).contiguous().to(device), scale.T.contiguous().to(device)
         self._bias = bias
         self._missing = -weight.inputs % GROUP
 

@@ -84,13 +84,13 @@ def _fp8(rows: int) -> Launch:
 
 def _q4(rows: int) -> Launch:
     x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 1024, dtype=torch.uint8)
-    scales = torch.empty(2048, 64, dtype=torch.float16)  # as they are loaded
+    scales = torch.empty(64, 2048, dtype=torch.float16)  # as they are loaded
     return Launch(lambda: q4_matmul.q4_matmul(x, codes, scales, scales))
 
 
 def _q8(rows: int) -> Launch:
     x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 2048, dtype=torch.int8)
-    return Launch(lambda: q8_matmul.q8_matmul(x, codes, torch.empty(2048, 64, dtype=torch.float16)))
+    return Launch(lambda: q8_matmul.q8_matmul(x, codes, torch.empty(64, 2048, dtype=torch.float16)))
 
 
 def _awq(rows: int) -> Launch:

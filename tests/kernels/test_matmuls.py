@@ -30,13 +30,13 @@ Product = tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Te
 
 def q4(out: int, inputs: int, dtype: torch.dtype, generator: torch.Generator) -> Product:
     codes = torch.randint(0, 256, (out, inputs // 2), dtype=torch.uint8, generator=generator)
-    scales, lows = ((torch.rand(out, inputs // 32, generator=generator) - 0.5).to(dtype) for _ in range(2))
+    scales, lows = ((torch.rand(inputs // 32, out, generator=generator) - 0.5).to(dtype) for _ in range(2))
     return lambda x, bias: q4_matmul(x, codes, scales, lows, bias), lambda x: x.double() @ q4_weight(codes, scales, lows).T
 
 
 def q8(out: int, inputs: int, dtype: torch.dtype, generator: torch.Generator) -> Product:
     codes = torch.randint(-127, 128, (out, inputs), dtype=torch.int8, generator=generator)
-    scales = (torch.rand(out, inputs // 32, generator=generator) / 10).to(dtype)
+    scales = (torch.rand(inputs // 32, out, generator=generator) / 10).to(dtype)
     return lambda x, bias: q8_matmul(x, codes, scales, bias), lambda x: x.double() @ q8_weight(codes, scales).T
 
 
@@ -133,8 +133,8 @@ def test_a_gguf_block_as_it_lies_in_the_file_is_the_q4_layout(kind):
     blocks = packed.reshape(72, 5, -1)
     heads = 1 if kind == GGMLQuantizationType.Q4_0 else 2
     floats = torch.from_numpy(blocks[..., : 2 * heads].copy().view(np.float16).astype(np.float32))
-    scales = floats[..., 0].contiguous()
-    lows = -8 * scales if heads == 1 else floats[..., 1].contiguous()
+    scales = floats[..., 0].T.contiguous()
+    lows = -8 * scales if heads == 1 else floats[..., 1].T.contiguous()
     codes = torch.from_numpy(blocks[..., 2 * heads :].reshape(72, -1).copy())
     np.testing.assert_allclose(q4_weight(codes, scales, lows).numpy(), quants.dequantize(packed, kind), atol=1e-6)
     x = torch.randn(3, 160, generator=torch.Generator().manual_seed(0))
