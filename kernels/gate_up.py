@@ -48,7 +48,7 @@ def gate_up(fused: Tensor, activation: str) -> Tensor:
     rows, width = fused.shape[0], fused.shape[1] // 2
     out = torch.empty((rows, width), dtype=fused.dtype, device=fused.device)
     _gate_up[(rows, triton.cdiv(width, _BLOCK))](
-        fused, out, fused.stride(0), width, KIND=_KINDS[activation], BLOCK=_BLOCK, num_warps=4, num_stages=1
+        fused, out, fused.stride(0), width, KIND=_KINDS[activation], BLOCK=_BLOCK, num_warps=4, num_stages=1, enable_fp_fusion=True
     )
     return out
 

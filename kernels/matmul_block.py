@@ -79,6 +79,6 @@ def multiply(
     kernel[(triton.cdiv(outputs, shape.outputs), triton.cdiv(rows, shape.rows))](
         x, *operands, operands[0] if bias is None else bias, out, rows, outputs, inputs, x.stride(0), out.stride(0),
         BIAS=bias is not None, BLOCK_M=shape.rows, BLOCK_N=shape.outputs, BLOCK_K=shape.depth, **constants,
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out

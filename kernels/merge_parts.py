@@ -56,7 +56,7 @@ def merge_parts(parts: Tensor, part_lse: Tensor, tokens: Tensor, starts: Tensor,
         return
     _merge[(tokens.shape[0], heads)](
         parts, part_lse, tokens, starts, members, out, out.stride(0),
-        HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1, num_stages=1,
+        HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 

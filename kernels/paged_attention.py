@@ -233,7 +233,7 @@ def attend_tiles(
         HEADS=heads, GROUP=group, BLOCK_GROUP=triton.next_power_of_2(group),
         HEAD_DIM=head_dim, BLOCK_D=max(triton.next_power_of_2(head_dim), 16), BLOCK_M=shape.rows, BLOCK_N=shape.keys,
         PAGE=store.page_size, SOFTCAP=scores.softcap is not None, WINDOW=scores.window is not None,
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
-    _quantize[(rows,)](x, quantized, scales, x.stride(0), width, LARGEST=LARGEST[dtype], BLOCK=block, num_warps=warps, num_stages=1)
+    _quantize[(rows,)](x, quantized, scales, x.stride(0), width, LARGEST=LARGEST[dtype], BLOCK=block, num_warps=warps, num_stages=1, enable_fp_fusion=True)
     return quantized, scales
 
 

@@ -47,7 +47,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float, added: Tensor | None = No
     block = triton.next_power_of_2(width)
     _rms_norm[(count,)](
         rows, other, weight, out, rows.stride(0), other.stride(0), eps, width,
-        ADDS=added is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), num_stages=1,
+        ADDS=added is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

@@ -95,7 +95,7 @@ def rotate_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys:
         qkv, cos, sin, slots, q, keys, values,
         qkv.stride(0), qkv.stride(1), cos.stride(0), keys.stride(0), keys.stride(1),
         ALL_HEADS=all_heads, HEADS=heads, KV_HEADS=keys.shape[1], HALF=head_dim // 2,
-        BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, num_stages=1,
+        BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return q
 
@@ -113,7 +113,7 @@ def write_kv(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) 
         k, v, slots, keys, values,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), keys.stride(1),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_H=triton.next_power_of_2(kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, num_stages=1,
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 

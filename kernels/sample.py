@@ -261,7 +261,7 @@ def sample(logits: Tensor, ways: Tensor, most: int = _ASIDE) -> Tensor:
     aside_ids = torch.empty((rows, most), dtype=torch.int32, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab))
     _sample[(rows,)](
-        logits, ways, tokens, aside, aside_ids, rows, logits.stride(0), vocab, ASIDE=most, BLOCK=block, num_warps=16, num_stages=1
+        logits, ways, tokens, aside, aside_ids, rows, logits.stride(0), vocab, ASIDE=most, BLOCK=block, num_warps=16, num_stages=1, enable_fp_fusion=True
     )
     return tokens
 

@@ -38,7 +38,7 @@ def mask_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     if masks.shape[0] == 0:
         return
     _mask[(masks.shape[0], triton.cdiv(vocab, _BLOCK))](
-        logits, masks, rows, logits.stride(0), vocab, masks.shape[1], BLOCK=_BLOCK, num_warps=4, num_stages=1
+        logits, masks, rows, logits.stride(0), vocab, masks.shape[1], BLOCK=_BLOCK, num_warps=4, num_stages=1, enable_fp_fusion=True
     )
 
 

@@ -65,38 +65,46 @@ def _rotary(head_dim: int) -> Launch:
 
 def _norm(width: int) -> Launch:
     rows, weight = torch.empty(64, width, dtype=torch.bfloat16), torch.empty(width, dtype=torch.bfloat16)
-    return Launch(lambda: rms_norm.rms_norm(rows, weight, 1e-5, rows.clone()))
+
+    def call() -> None:
+        rms_norm.rms_norm(rows, weight, 1e-5, rows.clone())
+        rms_norm.rms_norm(rows, weight, 1e-5)
+
+    return Launch(call)
 
 
 def _gate_up(activation: str) -> Launch:
     return Launch(lambda: gate_up.gate_up(torch.empty(64, 2 * 8192, dtype=torch.bfloat16), activation))
 
 
-def _int8(rows: int) -> Launch:
-    x, w = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 2048, dtype=torch.int8)
-    return Launch(lambda: scaled_matmul.scaled_matmul(x, w, torch.empty(2048)))
+_BIAS = torch.empty(2048, dtype=torch.bfloat16)
+
+
+def _int8(rows: int, inputs: int = 2048) -> Launch:
+    x, w = torch.empty(rows, inputs, dtype=torch.bfloat16), torch.empty(2048, inputs, dtype=torch.int8)
+    return Launch(lambda: scaled_matmul.scaled_matmul(x, w, torch.empty(2048), _BIAS))
 
 
 def _fp8(rows: int) -> Launch:
     x, w = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 2048, dtype=torch.float8_e4m3fn)
-    return Launch(lambda: scaled_matmul.scaled_matmul(x, w, torch.empty(2048)), (90,))
+    return Launch(lambda: scaled_matmul.scaled_matmul(x, w, torch.empty(2048), _BIAS), (89, 90))
 
 
 def _q4(rows: int) -> Launch:
     x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 1024, dtype=torch.uint8)
     scales = torch.empty(64, 2048, dtype=torch.float16)  # as they are loaded
-    return Launch(lambda: q4_matmul.q4_matmul(x, codes, scales, scales))
+    return Launch(lambda: q4_matmul.q4_matmul(x, codes, scales, scales, _BIAS))
 
 
 def _q8(rows: int) -> Launch:
     x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 2048, dtype=torch.int8)
-    return Launch(lambda: q8_matmul.q8_matmul(x, codes, torch.empty(64, 2048, dtype=torch.float16)))
+    return Launch(lambda: q8_matmul.q8_matmul(x, codes, torch.empty(64, 2048, dtype=torch.float16), _BIAS))
 
 
 def _awq(rows: int) -> Launch:
     x, codes = torch.empty(rows, 2048, dtype=torch.bfloat16), torch.empty(2048, 256, dtype=torch.int32)
     zeros, scales = torch.empty(16, 256, dtype=torch.int32), torch.empty(16, 2048, dtype=torch.float16)
-    return Launch(lambda: awq_matmul.awq_matmul(x, codes, zeros, scales))
+    return Launch(lambda: awq_matmul.awq_matmul(x, codes, zeros, scales, _BIAS))
 
 
 def _sample() -> None:
@@ -122,6 +130,8 @@ LAUNCHES: dict[str, Launch] = {
     "attention wide group 3": _attention(64, 9, 3, wide=True),
     "attention narrow one kv head": _attention(64, 71, 1, wide=False),
     "attention wide one kv head": _attention(64, 71, 1, wide=True),
+    "attention narrow one kv head of 128": _attention(128, 48, 1, wide=False),
+    "attention wide one kv head of 128": _attention(128, 48, 1, wide=True),
     "attention narrow page 1": _attention(64, 32, 8, wide=False, page=1),
     "attention wide page 1": _attention(128, 32, 8, wide=True, page=1),
     **{f"merge {head_dim}": _merge(head_dim) for head_dim in (64, 80, 256)},
@@ -129,6 +139,7 @@ LAUNCHES: dict[str, Launch] = {
     **{f"norm {width}": _norm(width) for width in (576, 2048, 8192)},
     **{f"gate_up {activation}": _gate_up(activation) for activation in ("silu", "gelu", "gelu_tanh")},
     **{f"int8 {rows}": _int8(rows) for rows in (8, 64, 512)},
+    "int8 of many inputs": _int8(8, 28672),
     **{f"fp8 {rows}": _fp8(rows) for rows in (8, 64, 512)},
     **{f"q4 {rows}": _q4(rows) for rows in (8, 64, 512)},
     **{f"q8 {rows}": _q8(rows) for rows in (8, 64, 512)},

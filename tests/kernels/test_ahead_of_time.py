@@ -23,7 +23,8 @@ KINDS = ("attention narrow", "attention wide", "merge", "rotary", "norm", "gate_
 def report(names: list[str], cache: Path) -> list[dict[str, int]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    script = [sys.executable, str(HERE / "ahead_of_time.py"), *names]
+    # Triton warns of options that its next versions have another default for.
+    script = [sys.executable, "-W", "error::UserWarning", str(HERE / "ahead_of_time.py"), *names]
     told = subprocess.run(script, capture_output=True, text=True, env=environment, timeout=3000)
     assert told.returncode == 0, told.stderr[-3000:]
     answer: list[dict[str, int]] = json.loads(told.stdout)
