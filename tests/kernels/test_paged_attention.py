@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import mmap
 import random
+import sys
 
 import pytest
 
@@ -11,6 +13,7 @@ import triton
 from agentrt.kernels.attention_tiles import TileLimits, tile_lists
 from agentrt.kernels.merge_parts import merge_parts
 from agentrt.kernels.paged_attention import PagedKV, Scores, attend_reference, attend_tiles, narrow_shape, wide_shape
+from agentrt.kernels.rotary_kv import rotate_and_write, rotate_reference, write_kv
 
 pytestmark = pytest.mark.slow
 
@@ -100,3 +103,27 @@ def test_a_tile_of_no_rows_writes_nothing():
     attend_tiles(q, case.store, zeros, zeros, tiles, case.scores, shape, out, q.clone(), torch.full((1, case.heads), NAN))
     merge_parts(q, out[..., 0], zeros, torch.zeros(2, dtype=torch.int32), zeros, out)
     assert bool(out.isnan().all())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes 8 GiB of addresses, of which a few pages become memory")
+def test_a_store_of_more_numbers_than_32_bits_count():
+    kv_heads, head_dim, page = 2, 64, 16
+    slots = (1 << 31) // (kv_heads * head_dim) + 2 * page
+    blocks = [mmap.mmap(-1, slots * kv_heads * head_dim * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
+    keys, values = (torch.frombuffer(block, dtype=torch.float16).view(slots, kv_heads, head_dim) for block in blocks)
+    case = Case(0, torch.float16, head_dim)
+    k, v, q = case.normal(20, kv_heads, head_dim), case.normal(20, kv_heads, head_dim), case.normal(20, 2 * kv_heads, head_dim)
+    cos, sin = case.normal(10, 1, head_dim), case.normal(10, 1, head_dim)
+    new = torch.arange(slots - 2 * page, slots - 2 * page + 20)
+    write_kv(k[:10], v[:10], new[:10], keys, values)
+    rotate_and_write(torch.cat((q, k, v), 1)[10:], cos, sin, new[10:], keys, values, 2 * kv_heads)
+    torch.testing.assert_close(keys[new[:10]], k[:10], atol=0, rtol=0)
+    torch.testing.assert_close(keys[new[10:]].double(), rotate_reference(k[10:], cos, sin), atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(values[new], v, atol=0, rtol=0)
+
+    store = PagedKV(keys, values, torch.tensor([slots // page - 2, slots // page - 1], dtype=torch.int32), page)
+    lists, shape = tile_lists([20], [0], [0], [], None, TileLimits(8, 64, 1)), wide_shape(head_dim, 2)
+    out, scores = torch.full(q.shape, NAN, dtype=torch.float16), Scores(0.125)
+    rows, seen, tiles = (torch.from_numpy(part) for part in (lists.rows, lists.seen, lists.wide))
+    attend_tiles(q, store, rows, seen, tiles, scores, shape, out, torch.empty(0), torch.empty(0))
+    torch.testing.assert_close(out.double(), attend_reference(q, store, 0, list(range(1, 21)), scores), atol=4e-3, rtol=0)
