@@ -2,7 +2,8 @@
 
     python benchmarks/start.py [--repeats 5] [--out start.json]
 
-Each run is a fresh process; the two kinds take turns, so that their difference holds on a noisy machine.
+Each run is a fresh process; the kinds take turns, so that their difference holds on a noisy machine. Python may keep the modules that it has
+compiled, as it has those of every installed package, whatever this environment says of a checkout's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PROCESS = THREAD.replace("process=False", "")
 
 def seconds(code: str) -> float:
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     return time.perf_counter() - started
 
 

@@ -33,13 +33,14 @@ class EngineProcess:
         self.name, self._log = name, log
         self._unread = b""
         threads = {name: str(setting.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        ours = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # peers are compiled where they lie
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [*command, json.dumps(asdict(setting))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | threads | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | dict(variables or {}),
+                env=ours | threads | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | dict(variables or {}),
                 start_new_session=True,
             )
         try:
