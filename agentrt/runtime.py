@@ -187,7 +187,8 @@ class Engine(LocalBackend):
     def _run_all(self, requests: Sequence[Request]) -> list[Completion]:
         deltas: list[streams.DeltaStream] = []
         try:
-            deltas.extend(streams.stream(self, request) for request in requests)
+            with self.together():
+                deltas.extend(streams.stream(self, request) for request in requests)
             return [streams.collect(request, one) for request, one in zip(requests, deltas, strict=True)]
         finally:
             for one in deltas:  # after a failure: those that still run

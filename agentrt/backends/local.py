@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from agentrt.backends.pending import Pending
 from agentrt.config import EngineConfig
 from agentrt.errors import EngineError, UserError
 from agentrt.request import Request
+
+#: Most requests that are sent as one message; the first of more need not wait for the last.
+TOGETHER = 64
 
 
 class LocalBackend:
@@ -42,6 +45,7 @@ class LocalBackend:
             EngineError: The engine did not start.
         """
         self.config = config
+        self._held = _Held()
         # The host's thread holds what is pending, not this object: one that nobody holds any more is closed.
         self._pending = pending = Pending()
         self._host: Host = (ProcessHost if process else ThreadHost)(config, folder, pending.receive)
@@ -79,10 +83,35 @@ class LocalBackend:
             request, limits, max_context=facts.max_context, kv_tokens=facts.kv_tokens, vocab_size=facts.vocab_size
         )
         self._pending.add(request.request_id, sink, limits.queued + facts.max_running)
+        if self._held.requests is None:
+            self._send([request])
+        else:
+            self._held.requests.append(request)
+            if len(self._held.requests) >= TOGETHER:
+                self._send_held()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread submits inside goes to the engine as one, and begins in one step, not the first request a step before the others."""
+        self._held.requests = []
         try:
-            self._host.post(("submit", request))
+            yield
+        finally:
+            self._send_held()
+            self._held.requests = None
+
+    def _send_held(self) -> None:
+        requests, self._held.requests = self._held.requests, []
+        if requests:
+            self._send(requests)
+
+    def _send(self, requests: list[Request]) -> None:
+        messages = [("submit", request) for request in requests]
+        try:
+            self._host.post(messages[0] if len(messages) == 1 else ("all", messages))
         except BaseException:
-            self._pending.remove(request.request_id)
+            for request in requests:
+                self._pending.remove(request.request_id)
             raise
 
     def abort(self, request_id: str) -> None:
@@ -145,6 +174,12 @@ class LocalBackend:
     def close(self) -> None:
         """Shuts down; pending requests get an EngineError."""
         self._finalizer()
+
+
+class _Held(threading.local):
+    """Requests of this thread that wait to be sent as one; None: they go at once."""
+
+    requests: list[Request] | None = None
 
 
 def _abort(host: Host, request_id: str) -> None:

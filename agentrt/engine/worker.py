@@ -1,6 +1,6 @@
 """The engine's loop in a thread or a process of its own: messages in, messages out.
 
-In: ``("submit", request)``, ``("abort", request_id)``, ``("call", call_id, method, arguments)``, ``("close",)``.
+In: ``("submit", request)``, ``("abort", request_id)``, ``("call", call_id, method, arguments)``, ``("close",)``, ``("all", [messages])``.
 Out: ``("ready", facts)`` once, ``("deltas", [...])``, ``("result", call_id, value)``, ``("error", call_id, error)``, and ``("failed", error)`` last of all.
 
 As a process (``python -m agentrt.engine READ_FD WRITE_FD``) it talks over two pipes that only its parent holds, and ends when
@@ -116,7 +116,15 @@ class Worker:
             except queue.Empty:
                 self._expire()
                 return
-            getattr(self, f"_on_{message[0]}")(*message[1:])
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        getattr(self, f"_on_{message[0]}")(*message[1:])
+
+    def _on_all(self, messages: list[Message]) -> None:
+        """Messages that came as one, so that no step begins between them."""
+        for message in messages:
+            self._take(message)
 
     def _patience(self) -> float | None:
         """Seconds until the first deadline of a request whose grammar is being compiled."""

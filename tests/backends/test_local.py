@@ -112,6 +112,21 @@ with agentrt.Engine({str(tiny_model)!r}, kv_tokens=256, threads=1, process=False
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("process", [True, False])
+def test_prompts_of_one_list_begin_in_one_step(tiny_model, process):
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with engine_on(tiny_model, process=process) as engine:
+        for first in range(0, 50, 10):
+            before = engine.stats().get("steps", 0)
+            engine.generate([[first + number, 7, 8] for number in range(8)], sampling)
+            assert engine.stats()["steps"] - before == 4
+        assert len(engine.generate([[number, 9] for number in range(200)], sampling)) == 200
+        with pytest.raises(agentrt.PromptError):
+            engine.generate([[1, 2], [3], [10**6]], LONG)
+        assert len(engine.generate([[number, 5] for number in range(3)], sampling)) == 3
+        assert engine.load().running == 0
+
+
 def test_the_parent_needs_no_torch(tiny_model):
     code = f"""
 import sys, agentrt
