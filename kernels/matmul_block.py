@@ -30,15 +30,6 @@ def starts(base, places, stride):
 
 
 @triton.jit
-def as_floats(codes):
-    """Codes of at most 8 bits as float32.
-
-    Added to the bits of 2^23, an integer is the float's last digits: two additions, where a GPU converts a quarter or a sixteenth as fast.
-    """
-    return (codes.to(tl.int32) + 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
-
-
-@triton.jit
 def finish(result, bias, out, m, n, in_m, in_n, stride_out, BIAS: tl.constexpr):
     """Adds the bias to a block and writes it; `m` to `in_n` are what `block_of` gave."""
     if BIAS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from agentrt.kernels.matmul_block import as_floats, block_of, finish, multiply, starts
+from agentrt.kernels.matmul_block import block_of, finish, multiply, starts
 from torch import Tensor
 
 GROUP = 32
@@ -36,7 +36,7 @@ def _q4_matmul(
         packed = tl.load(at_codes + first // 2, mask=in_g[:, None, None] & in_n[None, None, :], other=0)
         scale = tl.load(at_scales + first // 32 * outputs, mask=in_g[:, None] & in_n[None, :], other=0.0).to(tl.float32)
         low = tl.load(at_lows + first // 32 * outputs, mask=in_g[:, None] & in_n[None, :], other=0.0).to(tl.float32)
-        code = as_floats((packed[:, None, :, :] >> shift[None, :, None, None]) & 0xF)  # [group, half, byte, output]
+        code = ((packed[:, None, :, :] >> shift[None, :, None, None]) & 0xF).to(tl.float32)  # [group, half, byte, output]
         weight = (code * scale[:, None, None, :] + low[:, None, None, :]).to(dtype).reshape(BLOCK_K, BLOCK_N)
         a = tl.load(at_x + first, mask=in_m[:, None] & in_k[None, :], other=0.0)
         acc = tl.dot(a, weight, acc, input_precision="ieee")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from agentrt.kernels.matmul_block import as_floats, block_of, finish, multiply, starts
+from agentrt.kernels.matmul_block import block_of, finish, multiply, starts
 from torch import Tensor
 
 GROUP = 32
@@ -31,7 +31,7 @@ def _q8_matmul(
         in_k, in_g = k < inputs - first, group * 32 < inputs - first
         scale = tl.load(at_scales + first // 32 * outputs, mask=in_g[:, None] & in_n[None, :], other=0.0)
         code = tl.load(at_codes + first, mask=in_k[:, None] & in_n[None, :], other=0)
-        groups = as_floats(code).reshape(BLOCK_K // 32, 32, BLOCK_N)  # so that a scale is read once for all of its group
+        groups = code.to(tl.float32).reshape(BLOCK_K // 32, 32, BLOCK_N)  # so that a scale is read once for all of its group
         weight = (groups * scale.to(tl.float32)[:, None, :]).to(dtype).reshape(BLOCK_K, BLOCK_N)
         a = tl.load(at_x + first, mask=in_m[:, None] & in_k[None, :], other=0.0)
         acc = tl.dot(a, weight, acc, input_precision="ieee")
