@@ -15,7 +15,8 @@
 //
 // Rows are taken a few at a time, a tile, so that a weight is unpacked once for them. First the integer sums of some groups
 // are made and put aside, then they become floats, are scaled and added: each of the two keeps the processor busy by
-// itself, where taking turns group by group they would wait for each other.
+// itself, where taking turns group by group they would wait for each other. So many groups that most matrices' fit: beginning
+// and ending costs a tile as much as several groups do.
 //
 // The dot product of one group is written three times: AVX-512 with VNNI, AVX2, and plain C. Its model in Python, which
 // says the same in float32, is `reference` in kernels/quantized_linear.py.
@@ -54,7 +55,7 @@ constexpr int WIDTH = 16;
 constexpr int TILE = 8;      // rows at once, at most: what the registers hold
 constexpr int TOGETHER = 4;  // inputs of a step
 constexpr int PANEL = 1;     // groups whose sums are put aside: they stay in registers
-constexpr int SCALED = 8;    // rows that are scaled and added together
+constexpr int TOTALS = 8;    // vectors of totals that sums are added to at once
 constexpr int outputs_of(int) { return 16; }  // of a block, for weights of so many bits
 template <int BITS>
 using Sum = int32_t;
@@ -78,8 +79,8 @@ inline void keep(Lanes&) {}
 constexpr int WIDTH = 8;
 constexpr int TILE = 6;
 constexpr int TOGETHER = 2;
-constexpr int PANEL = 16;
-constexpr int SCALED = 3;
+constexpr int PANEL = 32;
+constexpr int TOTALS = 12;
 constexpr int outputs_of(int bits) { return bits == 4 ? 32 : 16; }
 template <int BITS>
 using Sum = std::conditional_t<BITS == 8, int32_t, int16_t>;
@@ -110,7 +111,7 @@ constexpr int WIDTH = 16;
 constexpr int TILE = 4;
 constexpr int TOGETHER = 2;
 constexpr int PANEL = 1;
-constexpr int SCALED = 4;
+constexpr int TOTALS = 4;
 constexpr int outputs_of(int) { return 16; }
 template <int BITS>
 using Sum = int32_t;
@@ -456,41 +457,6 @@ struct Kind {
     static constexpr size_t scales_bytes = outputs * sizeof(Scale) * (MINIMA ? 2 : 1), group_bytes = scales_bytes + outputs * GROUP * BITS / 8;
 };
 
-// Groups' sums of COUNT rows, scaled and added to y.
-template <class Kind, int COUNT, class Sum, int ROWS, int OUTPUTS>
-void add_scaled(const uint8_t* weights, const Rows& x, int groups, int row, const Sum (*sums)[ROWS][OUTPUTS], float (*y)[OUTPUTS]) {
-    constexpr int PARTS = OUTPUTS / WIDTH;
-    Lanes totals[COUNT][PARTS];
-    for (int r = 0; r < COUNT; ++r)
-        for (int part = 0; part < PARTS; ++part) totals[r][part] = load(y[row + r] + part * WIDTH);
-    const size_t first = row * x.stride;
-    for (int group = 0; group < groups; ++group) {
-        for (int part = 0; part < PARTS; ++part) {
-            const auto* scales = reinterpret_cast<const typename Kind::Scale*>(weights + group * Kind::group_bytes) + part * WIDTH;
-            const Lanes scale = load(scales);
-            for (int r = 0; r < COUNT; ++r) {
-                const Lanes product = scaled(load(sums[group][row + r] + part * WIDTH), x.scale[first + r * x.stride + group]);
-                totals[r][part] = fma(product, scale, totals[r][part]);
-            }
-            if constexpr (Kind::minima) {
-                const Lanes minimum = fma(scale, 8.0f, load(scales + OUTPUTS));  // of q - 8
-                for (int r = 0; r < COUNT; ++r) totals[r][part] = fma(minimum, x.total[first + r * x.stride + group], totals[r][part]);
-            }
-        }
-    }
-    for (int r = 0; r < COUNT; ++r)
-        for (int part = 0; part < PARTS; ++part) store(y[row + r] + part * WIDTH, totals[r][part]);
-}
-
-template <class Kind, int ROW = 0, class Sum, int ROWS, int OUTPUTS>
-inline void add_all_scaled(const uint8_t* weights, const Rows& x, int groups, const Sum (*sums)[ROWS][OUTPUTS], float (*y)[OUTPUTS]) {
-    constexpr int PIECES = (ROWS + SCALED - 1) / SCALED, COUNT = (ROWS + PIECES - 1) / PIECES;
-    if constexpr (ROW < ROWS) {
-        add_scaled<Kind, std::min(COUNT, ROWS - ROW)>(weights, x, groups, ROW, sums, y);
-        add_all_scaled<Kind, ROW + COUNT>(weights, x, groups, sums, y);
-    }
-}
-
 struct Output {
     float* y;            // [row][output]
     int64_t stride;      // floats from one row to the next
@@ -498,34 +464,76 @@ struct Output {
     int64_t outputs;
 };
 
-// A row of a tile, its outputs from `first` on.
-void write_row(const float* sums, int outputs, const Output& out, int64_t row, int64_t first) {
-    const int64_t count = std::min<int64_t>(outputs, out.outputs - first);
-    const float* bias = out.bias ? out.bias + first : nullptr;
+// Groups' sums for PARTS neighbouring vectors of outputs, scaled and added to what there was of them, if anything, in the order of groups.
+template <class Kind, int PARTS, class Sum, int ROWS, int OUTPUTS>
+void add_scaled(const uint8_t* weights, const Rows& x, int groups, int first, const Sum (*sums)[ROWS][OUTPUTS], const float (*before)[OUTPUTS],
+                const Output& to) {
+    Lanes totals[ROWS][PARTS] = {};
+    if (before)
+        for (int r = 0; r < ROWS; ++r)
+            for (int part = 0; part < PARTS; ++part) totals[r][part] = load(before[r] + first + part * WIDTH);
+    for (int group = 0; group < groups; ++group) {
+        for (int part = 0; part < PARTS; ++part) {
+            const int at = first + part * WIDTH;
+            const auto* scales = reinterpret_cast<const typename Kind::Scale*>(weights + group * Kind::group_bytes) + at;
+            const Lanes scale = load(scales);
+            for (int r = 0; r < ROWS; ++r) {
+                const Lanes product = scaled(load(sums[group][r] + at), x.scale[r * x.stride + group]);
+                totals[r][part] = fma(product, scale, totals[r][part]);
+            }
+            if constexpr (Kind::minima) {
+                const Lanes minimum = fma(scale, 8.0f, load(scales + OUTPUTS));  // of q - 8
+                for (int r = 0; r < ROWS; ++r) totals[r][part] = fma(minimum, x.total[r * x.stride + group], totals[r][part]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        for (int part = 0; part < PARTS; ++part) {
+            const int at = first + part * WIDTH;
+            store(to.y + r * to.stride + at, to.bias ? plus(totals[r][part], load(to.bias + at)) : totals[r][part]);
+        }
+    }
+}
+
+// The same for all outputs of a block: of few rows all at once, else some after the other, as many as there is room for.
+template <class Kind, class Sum, int ROWS, int OUTPUTS>
+inline void add_all_scaled(const uint8_t* weights, const Rows& x, int groups, const Sum (*sums)[ROWS][OUTPUTS], const float (*before)[OUTPUTS],
+                           const Output& to) {
+    constexpr int ALL = OUTPUTS / WIDTH, PARTS = ROWS * ALL <= TOTALS ? ALL : std::min(ALL, 2);
+    static_assert(ROWS * PARTS <= TOTALS && ALL % PARTS == 0);
+    for (int part = 0; part < ALL; part += PARTS) add_scaled<Kind, PARTS>(weights, x, groups, part * WIDTH, sums, before, to);
+}
+
+// A row of a tile, those of its outputs from `first` on that there are.
+void write_row(const float* sums, const Output& out, int64_t row, int64_t first) {
     float* y = out.y + row * out.stride + first;
-    int64_t i = 0;
-    for (; i + WIDTH <= count; i += WIDTH) store(y + i, bias ? plus(load(sums + i), load(bias + i)) : load(sums + i));
-    for (; i < count; ++i) y[i] = sums[i] + (bias ? bias[i] : 0.0f);
+    for (int64_t i = 0; i < out.outputs - first; ++i) y[i] = sums[i] + (out.bias ? out.bias[first + i] : 0.0f);
 }
 
 template <class Kind, int ROWS>
 void tile(const uint8_t* weights, const Activations& x, int64_t row, const Output& out, int64_t first) {
-    alignas(64) Sum<Kind::bits> sums[PANEL][ROWS][Kind::outputs];
-    alignas(64) float y[ROWS][Kind::outputs] = {};
+    constexpr int OUTPUTS = Kind::outputs;
+    alignas(64) Sum<Kind::bits> sums[PANEL][ROWS][OUTPUTS];
+    alignas(64) float y[ROWS][OUTPUTS];
+    const bool whole = first + OUTPUTS <= out.outputs;  // else the block has outputs that nobody has
+    const Output between{&y[0][0], OUTPUTS, nullptr, OUTPUTS};
+    const Output last = whole ? Output{out.y + row * out.stride + first, out.stride, out.bias ? out.bias + first : nullptr, OUTPUTS} : between;
     const size_t at = size_t(row) * x.groups;
     Rows rows{&x.q[at * Q_BYTES], &x.start[at], &x.scale[at], &x.total[at], size_t(x.groups)};
     for (int group = 0; group < x.groups; group += PANEL) {
         const int groups = std::min(PANEL, x.groups - group);
         for (int g = 0; g < groups; ++g) {
             const uint8_t* from = weights + g * Kind::group_bytes;
-            for (size_t line = 0; line < Kind::group_bytes; line += 64) __builtin_prefetch(from + AHEAD + line);
+            if (!row)  // the tiles after the first find a block's weights where it left them
+                for (size_t line = 0; line < Kind::group_bytes; line += 64) __builtin_prefetch(from + AHEAD + line);
             dots<Kind::bits>(from + Kind::scales_bytes, rows.from(g), sums[g]);
         }
-        add_all_scaled<Kind>(weights, rows, groups, sums, y);
+        add_all_scaled<Kind>(weights, rows, groups, sums, group ? y : nullptr, group + groups < x.groups ? between : last);
         weights += groups * Kind::group_bytes;
         rows = rows.from(groups);
     }
-    for (int r = 0; r < ROWS; ++r) write_row(y[r], Kind::outputs, out, row + r, first);
+    if (!whole)
+        for (int r = 0; r < ROWS; ++r) write_row(y[r], out, row + r, first);
 }
 
 template <class Kind, int ROWS = TILE>
