@@ -1,7 +1,7 @@
-"""Attention over the paged store by the native kernel of `kernels/cpu/attention.cpp`, on a CPU.
+"""Attention over the paged store by the native kernels of `kernels/cpu/attention.cpp` and `attention_int8.cpp`, on a CPU.
 
-Nothing is gathered, padded or masked: the kernel reads slots where they lie, and a prefix that runs share once for all of
-them. What it does not know (another device, float16 but in the store) goes to the torch operators of `agentrt.attention.torch_cpu`, which
+Nothing is gathered, padded or masked: a kernel reads slots where they lie, and a prefix that runs share once for all of
+them. What they do not know (another device, float16 but in the store) goes to the torch operators of `agentrt.attention.torch_cpu`, which
 are also the reference. Invariant: a row's numbers depend on its own sequence alone, bit for bit, whatever runs beside it.
 """
 
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
+from agentrt.attention.int8_store import SCALE_BYTES
 from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.kernels.cpu.build import load
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: As the kernel numbers them.
+_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)  #: As the kernels number them.
 
 
 class _Shape(ctypes.Structure):
@@ -70,17 +71,19 @@ class _Prepared:
 
 
 class NativeAttention:
-    """Attention by the native kernel; see `agentrt.attention.base.Attention` and `FusedAttention` for shapes."""
+    """Attention by the native kernels; see `agentrt.attention.base.Attention` and `FusedAttention` for shapes."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, floats: ctypes.CDLL, int8: ctypes.CDLL) -> None:
         """Makes one.
 
         Args:
-            library: Of `attention.cpp`.
+            floats: The library of `attention.cpp`.
+            int8: Of `attention_int8.cpp`.
         """
-        self._attend = library.agentrt_attention
-        self._attend.argtypes = [ctypes.c_void_p] * 10
-        self._attend.restype = None
+        self._floats, self._int8 = floats.agentrt_attention, int8.agentrt_attention_int8
+        for function in (self._floats, self._int8):
+            function.argtypes = [ctypes.c_void_p] * 10
+            function.restype = None
         self._fallback = TorchAttention()
         self._shapes: dict[tuple[object, ...], tuple[_Shape, int]] = {}
 
@@ -127,7 +130,13 @@ class NativeAttention:
 
     def knows(self, q: Tensor, store: tuple[Tensor, Tensor]) -> bool:
         """Whether the kernel takes such tensors."""
-        return q.dtype in _DTYPES and store[0].dtype in _KV_DTYPES and q.is_cpu
+        keys = store[0]
+        known = keys.dtype in _KV_DTYPES and (keys.dtype != torch.int8 or takes_int8(keys.shape[-1] - SCALE_BYTES))
+        return known and q.dtype in _DTYPES and q.is_cpu
+
+    def function(self, kv_dtype: torch.dtype) -> int:
+        """The address of the kernel for a store of that dtype."""
+        return ctypes.cast(self._int8 if kv_dtype == torch.int8 else self._floats, ctypes.c_void_p).value or 0
 
     def runs(self, batch: AttentionBatch) -> int:
         """The address of a batch's `AttentionRuns`, which the batch keeps."""
@@ -147,7 +156,8 @@ class NativeAttention:
         batch: AttentionBatch,
     ) -> Tensor:
         result = torch.empty(out, dtype=dtype)
-        self._attend(shape, self.runs(batch), *inputs, store[0].data_ptr(), store[1].data_ptr(), result.data_ptr())
+        attend = self._int8 if store[0].dtype == torch.int8 else self._floats
+        attend(shape, self.runs(batch), *inputs, store[0].data_ptr(), store[1].data_ptr(), result.data_ptr())
         return result
 
     def shape(
@@ -175,8 +185,13 @@ class NativeAttention:
 
 def cpu_attention() -> Attention:
     """The best attention of this machine's processor: native where its kernel can be had, else torch's operators."""
-    library = load("attention")
-    return TorchAttention() if library is None else NativeAttention(library)
+    floats, int8 = load("attention"), load("attention_int8")
+    return TorchAttention() if floats is None or int8 is None else NativeAttention(floats, int8)
+
+
+def takes_int8(head_dim: int) -> bool:
+    """Whether the kernel for keys and values of 8 bits takes such heads: whole vectors, whose sums do not leave 32 bits."""
+    return head_dim % 32 == 0 and head_dim <= 512
 
 
 def _dense(heads: Tensor) -> Tensor:

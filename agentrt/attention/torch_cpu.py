@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agentrt.attention.base import AttentionBatch, AttentionSpec
 from agentrt.attention.dense import attend, attend_with_lse
+from agentrt.attention.int8_store import dequantized, quantized
 
 SHORT_RUN = 8  #: Runs of up to so many new tokens may be gathered and padded together.
 VIEW_TOKENS = (
@@ -49,7 +50,7 @@ class _Layer:
 
     Attributes:
         q: [tokens, heads, head_dim].
-        keys, values: The store's, [slots, kv_heads, head_dim].
+        keys, values: The store's, [slots, kv_heads, head_dim], or in 8 bits.
         spec: Scale, window and soft cap.
         scratch: For gathers.
         out: Like q; the parts fill it.
@@ -70,7 +71,7 @@ class _Layer:
             keys, values = self.keys[slots], self.values[slots]
         else:
             keys, values = self.scratch.gather("keys", self.keys, slots), self.scratch.gather("values", self.values, slots)
-        return keys.to(self.q.dtype), values.to(self.q.dtype)
+        return widened(keys, self.q.dtype), widened(values, self.q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +214,18 @@ class TorchAttention:
 
 
 def narrowed(heads: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the store's dtype; what is beyond float16's range becomes its largest value, so that nothing finite becomes infinite."""
+    """As a store of that dtype holds them; what is beyond float16's range becomes its largest value, so that nothing finite becomes infinite."""
+    if dtype == torch.int8:
+        return quantized(heads)
     if dtype == torch.float16 and heads.dtype != dtype:
         most = torch.finfo(dtype).max
         heads = heads.float().clamp(-most, most)
     return heads.to(dtype)
+
+
+def widened(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a store holds, in the dtype of activations."""
+    return dequantized(stored, dtype) if stored.dtype == torch.int8 else stored.to(dtype)
 
 
 def plan_batch(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> _Plan:

@@ -9,11 +9,12 @@ from pathlib import Path
 import psutil
 import torch
 
+from agentrt.attention.native_cpu import NativeAttention, cpu_attention, takes_int8
 from agentrt.backend import EngineFacts
 from agentrt.cache.eviction import eviction_policy
 from agentrt.cache.page_pool import PagePool
 from agentrt.cache.prefix_cache import PrefixCache
-from agentrt.config import EngineConfig, SchedulerConfig
+from agentrt.config import AttentionChoice, EngineConfig, SchedulerConfig
 from agentrt.engine.engine import EngineCore
 from agentrt.engine.executor import LocalExecutor
 from agentrt.engine.kv_store import KVStore, bytes_per_token
@@ -57,7 +58,7 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
     model = load_model(folder, dtype, device, bits=bits, triton=triton)
     max_context = min(model.config.max_context, config.max_context or model.config.max_context)
     page_size = config.cache.page_size or (1 if device.type == "cpu" else 16)
-    kv_dtype = _kv_dtype(dtype, bits, triton=triton)
+    kv_dtype = _kv_dtype(config.attention, model, dtype, bits, device)
     pages = max(_kv_tokens(config.cache.kv_tokens, model, kv_dtype, device) // page_size, 1)
     cache = PrefixCache(
         PagePool(pages, page_size),
@@ -137,9 +138,12 @@ def _half() -> str:
     return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
 
 
-def _kv_dtype(dtype: torch.dtype, bits: int | None, *, triton: bool) -> torch.dtype:
-    """Of keys and values: under a CPU's matrices of few bits float16, half of what a step has to read, and finer than what they round to."""
-    return dtype if bits is None or triton else torch.float16
+def _kv_dtype(attention: AttentionChoice, model: LoadedModel, dtype: torch.dtype, bits: int | None, device: torch.device) -> torch.dtype:
+    """Of keys and values: under a CPU's matrices of few bits 8 bits, which is what those round activations to; where no kernel takes that, float16."""
+    if bits is None or attention == "triton" or device.type != "cpu":
+        return dtype
+    native = attention == "auto" and isinstance(cpu_attention(), NativeAttention)
+    return torch.int8 if native and takes_int8(model.config.head_dim) else torch.float16
 
 
 def _bits(name: str) -> int | None:

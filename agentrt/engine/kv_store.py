@@ -11,6 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
+from agentrt.attention.int8_store import stored_dim
 from agentrt.errors import UserError
 from agentrt.models.config import ModelConfig
 
@@ -19,7 +20,7 @@ LARGE = 1 << 22
 
 
 class KVStore:
-    """One key and one value tensor a layer, each [slots, kv_heads, head_dim] in memory of its own.
+    """One key and one value tensor a layer, each [slots, kv_heads, head_dim] in memory of its own; in 8 bits as `agentrt.attention.int8_store` says.
 
     The tensors are not cleared: on a CPU the system hands out memory as slots are first written, so a large store costs
     nothing until it is used.
@@ -43,7 +44,7 @@ class KVStore:
         """
         self.slots = slots
         self.bytes_per_token = bytes_per_token(config, dtype)
-        shape = (slots, config.kv_heads, config.head_dim)
+        shape = (slots, config.kv_heads, stored_dim(config.head_dim, dtype))
         try:
             self._layers = tuple(
                 (_empty(shape, dtype, device), _empty(shape, dtype, device)) for _ in range(config.layers)
@@ -60,7 +61,7 @@ class KVStore:
         return len(self._layers)
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, each [slots, kv_heads, head_dim]."""
+        """The layer's keys and values."""
         return self._layers[layer]
 
     @torch.inference_mode()
@@ -89,4 +90,4 @@ def _empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of KV that one token takes, all layers together."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.layers * config.kv_heads * stored_dim(config.head_dim, dtype) * dtype.itemsize

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from agentrt.models.decoder import LayeredStore
 
 _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
-_LIBRARIES = (("linear", "linear_run"), ("attention", "agentrt_attention"), ("fused", "agentrt_rms_norm"), ("fused", "agentrt_gate"))
+#: What is called, by its field, its library and its name; attention comes with the store.
+_FUNCTIONS = (("linear", "linear", "linear_run"), ("norm", "fused", "agentrt_rms_norm"), ("gate", "fused", "agentrt_gate"))
+
+
+class _Kernels(ctypes.Structure):
+    """`DecoderKernels` of the kernel."""
+
+    _fields_ = tuple((name, _POINTER) for name in ("linear", "attention", "norm", "gate"))
 
 
 class _Matrix(ctypes.Structure):
@@ -107,8 +114,8 @@ class NativeLayers:
         self._run = libraries["decoder"].agentrt_decoder
         self._run.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, *[_POINTER] * 6)
         self._run.restype = None
-        self._kernels = (_POINTER * len(_LIBRARIES))(
-            *(ctypes.cast(getattr(libraries[name], function), _POINTER).value for name, function in _LIBRARIES)
+        self._kernels = _Kernels(
+            **{field: ctypes.cast(getattr(libraries[name], function), _POINTER).value for field, name, function in _FUNCTIONS}
         )
         self._parts, self._config = tuple(layers), config
         found = [[_Matrix(*part.held) for matrix in layer.matrices for part in parts(matrix) if isinstance(part, NativeLinear)] for layer in layers]
@@ -160,7 +167,7 @@ class NativeLayers:
         turns = (_POINTER * 4)(*(tensor.data_ptr() for tensor in (*angles, *local)))
         asked = None if wanted is None else ctypes.byref(_Wanted(attention.runs(batch.only(wanted)), wanted.data_ptr(), len(wanted)))
         places = (hidden.data_ptr(), turns, memory.data_ptr(), out.data_ptr(), self._seconds)
-        self._run(self._kernels, ctypes.addressof(self._shape), attention.runs(batch), tokens, asked, *places)
+        self._run(ctypes.addressof(self._kernels), ctypes.addressof(self._shape), attention.runs(batch), tokens, asked, *places)
         return out
 
     def _layer(self, layer: LayerParts, matrices: ctypes.Array[_Matrix]) -> _Layer:
@@ -180,6 +187,7 @@ class NativeLayers:
             keys, values = store[index]
             layer.shape = attention.shape(q, config.kv_heads, (stride, stride, stride), torch.float32, keys.dtype, part.spec)
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._kernels.attention = attention.function(store[0][0].dtype)
         self._shape.threads = threads
         self._placed = (attention, store, threads)
 
@@ -195,7 +203,7 @@ def native_layers(config: ModelConfig, layers: Sequence[LayerParts | None], norm
     known = [layer for layer in layers if layer is not None and _held(layer) and norm.dtype == torch.float32]
     if len(known) != len(layers) or flags is None or flags.activation not in KINDS:
         return None
-    libraries = {name: load(name) for name in ("linear", "attention", "fused", "decoder")}
+    libraries = {name: load(name) for name in ("linear", "fused", "decoder")}
     loaded = {name: library for name, library in libraries.items() if library is not None}
     return NativeLayers(loaded, config, known, norm, eps) if len(loaded) == len(libraries) else None
 

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
-from agentrt.attention.native_cpu import NativeAttention, cpu_attention
+from agentrt.attention.int8_store import dequantized, quantized, stored_dim
+from agentrt.attention.native_cpu import NativeAttention, cpu_attention, takes_int8
 from agentrt.attention.reference import ReferenceAttention
 from agentrt.attention.torch_cpu import TorchAttention, narrowed
 from agentrt.models.rotary import rotate
 
-pytestmark = pytest.mark.skipif(load("attention") is None, reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
+pytestmark = pytest.mark.skipif(load("attention") is None or load("attention_int8") is None, reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
 
 
 def native() -> NativeAttention:
-    library = load("attention")
-    assert library is not None
-    return NativeAttention(library)
+    attention = cpu_attention()
+    assert isinstance(attention, NativeAttention)
+    return attention
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def make(heads: Heads, runs: list[Run], *, page: int, scattered: bool, shared: i
     order = torch.randperm(pages, generator=generator) if scattered else torch.arange(pages)
     free = (order[:, None] * page + torch.arange(page)).view(-1)
     prefix, free = free[:shared], free[-(-shared // page) * page :]
-    store = tuple(torch.full((pages * page, heads.kv_heads, heads.dim), float("nan"), dtype=kv_dtype or dtype) for _ in range(2))
+    kv_dtype = kv_dtype or dtype
+    nan = -1 if kv_dtype == torch.int8 else float("nan")  # bytes of ones: a scale that is no number
+    store = tuple(torch.full((pages * page, heads.kv_heads, stored_dim(heads.dim, kv_dtype)), nan, dtype=kv_dtype) for _ in range(2))
     slots = []
     for run in runs:
         length = run.new + run.context
@@ -83,9 +86,9 @@ def make(heads: Heads, runs: list[Run], *, page: int, scattered: bool, shared: i
         free = free[-(-length // page) * page :]
     for tensor in store:
         for places in (prefix, *(slot[: len(slot) - run.new] for slot, run in zip(slots, runs, strict=True))):
-            tensor[places] = torch.randn(len(places), heads.kv_heads, heads.dim, generator=generator).to(tensor.dtype)
+            tensor[places] = narrowed(torch.randn(len(places), heads.kv_heads, heads.dim, generator=generator), kv_dtype)
     for tensor in store:  # the prefix was written once more by each run: all read the last
-        tensor[prefix] = torch.randn(shared, heads.kv_heads, heads.dim, generator=generator).to(tensor.dtype)
+        tensor[prefix] = narrowed(torch.randn(shared, heads.kv_heads, heads.dim, generator=generator), kv_dtype)
     batch = AttentionBatch(
         tuple(run.new for run in runs),
         tuple(run.context + shared for run in runs),
@@ -115,6 +118,7 @@ heads = st.builds(
     lambda kv_heads, group, dim: Heads(kv_heads * group, kv_heads, dim),
     st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3, 4, 7]), st.sampled_from([64, 80, 96, 128, 256, 6, 40]),
 )  # fmt: skip
+int8_heads = st.builds(lambda kv_heads, group, dim: Heads(kv_heads * group, kv_heads, dim), st.sampled_from([1, 2, 3]), st.sampled_from([1, 3, 7]), st.sampled_from([32, 64, 96, 128, 256]))
 runs = st.lists(st.builds(Run, st.sampled_from([1, 1, 1, 2, 5, 17, 33, 70]), st.sampled_from([0, 1, 40, 63, 64, 200])), min_size=1, max_size=4)
 specs = st.builds(AttentionSpec, st.sampled_from([0.1, 0.3]), st.sampled_from([None, None, 1, 4, 70, 1000]), st.sampled_from([None, 3.0]))
 shared = st.sampled_from([0, 0, 30, 64, 150])
@@ -129,10 +133,51 @@ def test_equals_the_reference(heads: Heads, runs: list[Run], spec: AttentionSpec
     torch.testing.assert_close(got, case.attend(ReferenceAttention(), spec), atol=2e-5, rtol=1e-5)
 
 
+@settings(max_examples=20)
+@given(
+    int8_heads, runs, specs, shared, st.sampled_from([1, 16]), st.booleans(), st.sampled_from([1, 3]), st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 2**20),
+)  # fmt: skip
+def test_a_store_of_8_bits_is_the_reference_on_what_it_holds(
+    heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, page: int, scattered: bool, threads: int, dtype: torch.dtype, seed: int
+) -> None:
+    case = make(heads, runs, page=page, scattered=scattered, shared=shared, seed=seed, dtype=dtype, kv_dtype=torch.int8)
+    held = tuple(dequantized(tensor, torch.float32) for tensor in case.store)
+    qkv = case.qkv.float()
+    qkv[:, heads.heads :] = dequantized(quantized(qkv[:, heads.heads :]), torch.float32)
+    expected = Case(case.batch, held, qkv, heads).attend(ReferenceAttention(), spec)
+    with poisoned_outputs(threads):
+        got = case.attend(native(), spec)
+    near = {"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(got.float(), expected, **near)
+    torch.testing.assert_close(case.attend(TorchAttention(), spec).float(), expected, **near if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2})
+
+
+@settings(max_examples=10)
+@given(int8_heads, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**20))
+def test_what_is_stored_in_8_bits_is_what_torch_stores(heads: Heads, dtype: torch.dtype, seed: int) -> None:
+    """To the last bit of a scale, and to one step where a number lies between two; what is not finite stays so, and nothing small is lost."""
+    case = make(heads, [Run(6, 3)], page=1, scattered=True, shared=0, seed=seed, dtype=dtype, kv_dtype=torch.int8)
+    case.qkv[:4] *= torch.tensor([1e-30, 1e-3, 1e4, 0.0]).view(4, 1, 1)
+    case.qkv[4, -1, 1], case.qkv[5, -1, 1] = float("nan"), float("inf")
+    q, k, v = case.qkv.split([heads.heads, heads.kv_heads, heads.kv_heads], 1)
+    native()(q, k, v, case.store, case.batch, AttentionSpec(0.1))
+    for stored, told in zip(case.store, (k, v), strict=True):
+        mine, theirs = stored[case.batch.new_slots], quantized(told)
+        assert torch.equal(mine[..., heads.dim :], theirs[..., heads.dim :])
+        assert (mine[..., : heads.dim].int() - theirs[..., : heads.dim].int()).abs().max() <= 1
+        near = dequantized(mine, torch.float32) - told.float()
+        largest = told[:4].float().abs().amax(-1)
+        assert (near[:4].abs().amax(-1) <= largest / 127 * 0.51).all()
+
+
 @settings(max_examples=25)
-@given(heads, runs, specs, shared, st.integers(0, 2**20))
-def test_neighbours_sharing_and_threads_change_no_bit(heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, seed: int) -> None:
-    case = make(heads, runs, page=1, scattered=True, shared=shared, seed=seed)
+@given(st.one_of(st.tuples(heads, st.none()), st.tuples(int8_heads, st.just(torch.int8))), runs, specs, shared, st.integers(0, 2**20))
+def test_neighbours_sharing_and_threads_change_no_bit(
+    shape: tuple[Heads, torch.dtype | None], runs: list[Run], spec: AttentionSpec, shared: int, seed: int
+) -> None:
+    heads, kv_dtype = shape
+    case = make(heads, runs, page=1, scattered=True, shared=shared, seed=seed, kv_dtype=kv_dtype)
     with poisoned_outputs(3):
         together = case.attend(native(), spec)
     with poisoned_outputs(1):
@@ -156,9 +201,11 @@ def test_tokens_that_need_not_attend_change_no_bit(heads: Heads, runs: list[Run]
         assert torch.equal(mine.nan_to_num(9.0), theirs.nan_to_num(9.0))
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("cut", [1, 30, 64, 99])
-def test_where_a_chunk_is_cut_changes_no_bit(cut: int) -> None:
-    case, spec = make(Heads(6, 2, 64), [Run(100, 40)], page=1, scattered=True, shared=0, seed=cut), AttentionSpec(0.1, window=80)
+def test_where_a_chunk_is_cut_changes_no_bit(cut: int, kv_dtype: torch.dtype) -> None:
+    case = make(Heads(6, 2, 64), [Run(100, 40)], page=1, scattered=True, shared=0, seed=cut, kv_dtype=kv_dtype)
+    spec = AttentionSpec(0.1, window=80)
     store, slots = (case.store[0].clone(), case.store[1].clone()), case.batch.slots[0]
     parts = []
     for first, stop in ((0, cut), (cut, 100)):
@@ -168,10 +215,12 @@ def test_where_a_chunk_is_cut_changes_no_bit(cut: int) -> None:
     assert torch.equal(torch.cat(parts), case.attend(native(), spec))
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("shape", [Heads(9, 3, 64), Heads(2, 2, 40), Heads(14, 2, 128)], ids=str)
 def test_a_chunk_is_its_tokens_one_by_one(shape: Heads, kv_dtype: torch.dtype) -> None:
     """Many rows go another way through the same sums than one does, and runs that share a prefix than those that do not."""
+    if kv_dtype == torch.int8 and not takes_int8(shape.dim):
+        shape = Heads(shape.heads, shape.kv_heads, 96)
     new, spec = 75, AttentionSpec(0.2)
     case = make(shape, [Run(new, 50)], page=1, scattered=True, shared=0, seed=new, kv_dtype=kv_dtype)
     together = case.attend(native(), spec)
@@ -226,14 +275,15 @@ def test_rotating_inside_is_rotating_before(heads: Heads, runs: list[Run], dtype
         torch.testing.assert_close(mine, theirs, equal_nan=True, **near)
 
 
-def test_a_nan_reaches_the_answers_that_saw_it_and_no_others() -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_a_nan_reaches_the_answers_that_saw_it_and_no_others(kv_dtype: torch.dtype) -> None:
     """A fault of the model has to be found at the logits, in the request whose it is."""
     for part in (0, 1, 2):  # in q, in k, in v
-        case = make(Heads(4, 2, 64), [Run(1, 100), Run(3, 20)], page=1, scattered=True, shared=0, seed=part)
-        case.qkv[0, [0, 4, 6][part], 3] = float("nan")
+        case = make(Heads(4, 2, 64), [Run(60, 100), Run(3, 20)], page=1, scattered=True, shared=0, seed=part, kv_dtype=kv_dtype)
+        case.qkv[30, [0, 4, 6][part], 3] = float("nan")
         got = case.attend(native(), AttentionSpec(0.1))
-        assert got[0, 0].isnan().any()
-        assert got[1:].isfinite().all()
+        assert got[30, 0].isnan().any()
+        assert got[60:].isfinite().all()
 
 
 def test_activations_in_float16_go_to_the_operators() -> None:

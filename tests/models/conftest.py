@@ -69,12 +69,12 @@ def tiny() -> Callable[..., Any]:
 class Paged:
     """Sequences over one store, each step a mixture of runs, slots dealt at random or as neighbours."""
 
-    def __init__(self, model: Any, *, scattered: bool, slots: int = 512, attention: Attention | None = None) -> None:
+    def __init__(self, model: Any, *, scattered: bool, slots: int = 512, attention: Attention | None = None, kv_dtype: torch.dtype | None = None) -> None:
         self.model, self.random = model, random.Random(0)
-        self.store = KVStore(model.config, slots, model.dtype)
+        self.store = KVStore(model.config, slots, kv_dtype or model.dtype)
         for layer in range(len(self.store)):
             for tensor in self.store[layer]:
-                tensor.fill_(1e4)  # whoever reads a slot that is not its own is found out
+                tensor.fill_(-1 if kv_dtype == torch.int8 else 1e4)  # whoever reads a slot that is not its own is found out
         self.free = list(range(slots))
         if scattered:
             self.random.shuffle(self.free)

@@ -45,19 +45,19 @@ def decoder(model: Any, folder: Path, bits: int | None) -> Decoder:
     return loaded
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "kv_dtype"), [(4, torch.float32), (8, torch.float32), (4, torch.int8)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_bit_differs(name: str, bits: int, tiny: Callable[..., Any], paged: Any, tmp_path: Path) -> None:
+def test_no_bit_differs(name: str, bits: int, kv_dtype: torch.dtype, tiny: Callable[..., Any], paged: Any, tmp_path: Path) -> None:
     family, changes = FAMILIES[name]
-    model = decoder(tiny(family, **changes), tmp_path, bits)
+    model = decoder(tiny(family, **changes, head_dim=32), tmp_path, bits)
     attention = cpu_attention()
     assert isinstance(attention, NativeAttention)
     assert model.native is not None
     prompts = {0: list(range(3, 40)), 1: list(range(60, 90)), 2: [7]}
     sizes = (64, 5, 1)
-    expected = paged(model, scattered=True, attention=OneByOne(attention)).run(prompts, lambda sequence: sizes[sequence])
+    expected = paged(model, scattered=True, attention=OneByOne(attention), kv_dtype=kv_dtype).run(prompts, lambda sequence: sizes[sequence])
     assert model.native.seconds == (0, 0, 0)
-    got = paged(model, scattered=True, attention=attention).run(prompts, lambda sequence: sizes[sequence])
+    got = paged(model, scattered=True, attention=attention, kv_dtype=kv_dtype).run(prompts, lambda sequence: sizes[sequence])
     assert all(seconds > 0 for seconds in model.native.seconds)
     for sequence, rows in expected.items():
         assert rows.isfinite().all()
