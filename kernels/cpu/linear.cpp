@@ -67,6 +67,7 @@ inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Lanes load(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline Lanes load(const int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
 inline void store(float* p, Lanes a) { _mm512_storeu_ps(p, a.v); }
+inline Lanes zeros() { return {_mm512_setzero_ps()}; }
 inline Lanes scaled(Lanes a, float s) { return {_mm512_mul_ps(a.v, _mm512_set1_ps(s))}; }
 inline Lanes plus(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
@@ -95,6 +96,7 @@ inline Lanes load(const int16_t* p) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 inline void store(float* p, Lanes a) { _mm256_storeu_ps(p, a.v); }
+inline Lanes zeros() { return {_mm256_setzero_ps()}; }
 inline Lanes scaled(Lanes a, float s) { return {_mm256_mul_ps(a.v, _mm256_set1_ps(s))}; }
 inline Lanes plus(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
@@ -138,6 +140,9 @@ inline Lanes load(const Number* p) {
     return each([=](int lane) { return from_half(p[lane]); });
 }
 inline void store(float* p, const Lanes& a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Lanes zeros() {
+    return each([](int) { return 0.0f; });
+}
 inline Lanes scaled(const Lanes& a, float s) {
     return each([&](int lane) { return a.v[lane] * s; });
 }
@@ -464,29 +469,32 @@ struct Output {
     int64_t outputs;
 };
 
-// Groups' sums for PARTS neighbouring vectors of outputs, scaled and added to what there was of them, if anything, in the order of groups.
-template <class Kind, int PARTS, class Sum, int ROWS, int OUTPUTS>
-void add_scaled(const uint8_t* weights, const Rows& x, int groups, int first, const Sum (*sums)[ROWS][OUTPUTS], const float (*before)[OUTPUTS],
-                const Output& to) {
-    Lanes totals[ROWS][PARTS] = {};
-    if (before)
-        for (int r = 0; r < ROWS; ++r)
-            for (int part = 0; part < PARTS; ++part) totals[r][part] = load(before[r] + first + part * WIDTH);
-    for (int group = 0; group < groups; ++group) {
-        for (int part = 0; part < PARTS; ++part) {
-            const int at = first + part * WIDTH;
-            const auto* scales = reinterpret_cast<const typename Kind::Scale*>(weights + group * Kind::group_bytes) + at;
-            const Lanes scale = load(scales);
-            for (int r = 0; r < ROWS; ++r) {
-                const Lanes product = scaled(load(sums[group][r] + at), x.scale[r * x.stride + group]);
-                totals[r][part] = fma(product, scale, totals[r][part]);
-            }
-            if constexpr (Kind::minima) {
-                const Lanes minimum = fma(scale, 8.0f, load(scales + OUTPUTS));  // of q - 8
-                for (int r = 0; r < ROWS; ++r) totals[r][part] = fma(minimum, x.total[r * x.stride + group], totals[r][part]);
-            }
+template <class Kind>
+inline void ask_ahead(const uint8_t* group) {
+    for (size_t line = 0; line < Kind::group_bytes; line += 64) __builtin_prefetch(group + AHEAD + line);
+}
+
+// Sums of a group, for neighbouring vectors of outputs, scaled and added.
+template <class Kind, class Sum, int ROWS, int OUTPUTS, int PARTS>
+inline void add_scaled(const uint8_t* weights, const Rows& x, int group, int first, const Sum (&sums)[ROWS][OUTPUTS], Lanes (&totals)[ROWS][PARTS]) {
+    for (int part = 0; part < PARTS; ++part) {
+        const int at = first + part * WIDTH;
+        const auto* scales = reinterpret_cast<const typename Kind::Scale*>(weights + group * Kind::group_bytes) + at;
+        const Lanes scale = load(scales);
+        for (int r = 0; r < ROWS; ++r) {
+            const Lanes product = scaled(load(sums[r] + at), x.scale[r * x.stride + group]);
+            totals[r][part] = fma(product, scale, totals[r][part]);
+        }
+        if constexpr (Kind::minima) {
+            const Lanes minimum = fma(scale, 8.0f, load(scales + OUTPUTS));  // of q - 8
+            for (int r = 0; r < ROWS; ++r) totals[r][part] = fma(minimum, x.total[r * x.stride + group], totals[r][part]);
         }
     }
+}
+
+// Totals of neighbouring vectors of outputs, written where they belong.
+template <int ROWS, int PARTS>
+inline void write(const Lanes (&totals)[ROWS][PARTS], int first, const Output& to) {
     for (int r = 0; r < ROWS; ++r) {
         for (int part = 0; part < PARTS; ++part) {
             const int at = first + part * WIDTH;
@@ -495,45 +503,82 @@ void add_scaled(const uint8_t* weights, const Rows& x, int groups, int first, co
     }
 }
 
-// The same for all outputs of a block: of few rows all at once, else some after the other, as many as there is room for.
-template <class Kind, class Sum, int ROWS, int OUTPUTS>
-inline void add_all_scaled(const uint8_t* weights, const Rows& x, int groups, const Sum (*sums)[ROWS][OUTPUTS], const float (*before)[OUTPUTS],
-                           const Output& to) {
-    constexpr int ALL = OUTPUTS / WIDTH, PARTS = ROWS * ALL <= TOTALS ? ALL : std::min(ALL, 2);
-    static_assert(ROWS * PARTS <= TOTALS && ALL % PARTS == 0);
-    for (int part = 0; part < ALL; part += PARTS) add_scaled<Kind, PARTS>(weights, x, groups, part * WIDTH, sums, before, to);
+// Sums of some groups, for neighbouring vectors of outputs, added to what there was of them, if anything, in the order of groups.
+template <class Kind, int PARTS, class Sum, int ROWS, int OUTPUTS>
+void add_panel(const uint8_t* weights, const Rows& x, int groups, int first, const Sum (*sums)[ROWS][OUTPUTS], const float (*before)[OUTPUTS],
+               const Output& to) {
+    Lanes totals[ROWS][PARTS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int part = 0; part < PARTS; ++part) totals[r][part] = before ? load(before[r] + first + part * WIDTH) : zeros();
+    for (int group = 0; group < groups; ++group) add_scaled<Kind>(weights, x, group, first, sums[group], totals);
+    write(totals, first, to);
 }
 
 // A row of a tile, those of its outputs from `first` on that there are.
-void write_row(const float* sums, const Output& out, int64_t row, int64_t first) {
+void write_row(const float* sums, int outputs, const Output& out, int64_t row, int64_t first) {
+    const int64_t count = std::min<int64_t>(outputs, out.outputs - first);
+    const float* bias = out.bias ? out.bias + first : nullptr;
     float* y = out.y + row * out.stride + first;
-    for (int64_t i = 0; i < out.outputs - first; ++i) y[i] = sums[i] + (out.bias ? out.bias[first + i] : 0.0f);
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) store(y + i, bias ? plus(load(sums + i), load(bias + i)) : load(sums + i));
+    for (; i < count; ++i) y[i] = sums[i] + (bias ? bias[i] : 0.0f);
+}
+
+// All groups of a tile, panel after panel; of few rows all outputs at once, else some after the other, as many as there is room for.
+// Inlined, since it is measurably slower as a function of its own.
+template <class Kind, int ROWS>
+__attribute__((always_inline)) inline void add_panels(const uint8_t* weights, Rows rows, int all, bool ask, float (*y)[Kind::outputs], const Output& end) {
+    constexpr int OUTPUTS = Kind::outputs, VECTORS = OUTPUTS / WIDTH, PARTS = ROWS * VECTORS <= TOTALS ? VECTORS : std::min(VECTORS, 2);
+    static_assert(ROWS * PARTS <= TOTALS && VECTORS % PARTS == 0);
+    alignas(64) Sum<Kind::bits> sums[PANEL][ROWS][OUTPUTS];
+    const Output between{&y[0][0], OUTPUTS, nullptr, OUTPUTS};
+    for (int group = 0; group < all; group += PANEL) {
+        const int groups = std::min(PANEL, all - group);
+        for (int g = 0; g < groups; ++g) {
+            const uint8_t* from = weights + g * Kind::group_bytes;
+            if (ask) ask_ahead<Kind>(from);
+            dots<Kind::bits>(from + Kind::scales_bytes, rows.from(g), sums[g]);
+        }
+        for (int part = 0; part < VECTORS; part += PARTS)
+            add_panel<Kind, PARTS>(weights, rows, groups, part * WIDTH, sums, group ? y : nullptr, group + groups < all ? between : end);
+        weights += groups * Kind::group_bytes;
+        rows = rows.from(groups);
+    }
+}
+
+// The same, group by group, if the registers have room for what has been added so far.
+template <class Kind, int ROWS>
+void add_groups(const uint8_t* weights, const Rows& rows, int all, bool ask, const Output& end) {
+    constexpr int OUTPUTS = Kind::outputs;
+    alignas(64) Sum<Kind::bits> sums[ROWS][OUTPUTS];
+    Lanes totals[ROWS][OUTPUTS / WIDTH];
+    for (auto& row : totals)
+        for (Lanes& part : row) part = zeros();
+    for (int group = 0; group < all; ++group) {
+        const uint8_t* from = weights + group * Kind::group_bytes;
+        if (ask) ask_ahead<Kind>(from);
+        dots<Kind::bits>(from + Kind::scales_bytes, rows.from(group), sums);
+        add_scaled<Kind>(weights, rows, group, 0, sums, totals);
+    }
+    write(totals, 0, end);
 }
 
 template <class Kind, int ROWS>
 void tile(const uint8_t* weights, const Activations& x, int64_t row, const Output& out, int64_t first) {
     constexpr int OUTPUTS = Kind::outputs;
-    alignas(64) Sum<Kind::bits> sums[PANEL][ROWS][OUTPUTS];
     alignas(64) float y[ROWS][OUTPUTS];
-    const bool whole = first + OUTPUTS <= out.outputs;  // else the block has outputs that nobody has
-    const Output between{&y[0][0], OUTPUTS, nullptr, OUTPUTS};
-    const Output last = whole ? Output{out.y + row * out.stride + first, out.stride, out.bias ? out.bias + first : nullptr, OUTPUTS} : between;
+    const bool whole = first + OUTPUTS <= out.outputs;  // else the block has outputs that there are not
+    const Output end = whole ? Output{out.y + row * out.stride + first, out.stride, out.bias ? out.bias + first : nullptr, OUTPUTS}
+                             : Output{&y[0][0], OUTPUTS, nullptr, OUTPUTS};
     const size_t at = size_t(row) * x.groups;
-    Rows rows{&x.q[at * Q_BYTES], &x.start[at], &x.scale[at], &x.total[at], size_t(x.groups)};
-    for (int group = 0; group < x.groups; group += PANEL) {
-        const int groups = std::min(PANEL, x.groups - group);
-        for (int g = 0; g < groups; ++g) {
-            const uint8_t* from = weights + g * Kind::group_bytes;
-            if (!row)  // the tiles after the first find a block's weights where it left them
-                for (size_t line = 0; line < Kind::group_bytes; line += 64) __builtin_prefetch(from + AHEAD + line);
-            dots<Kind::bits>(from + Kind::scales_bytes, rows.from(g), sums[g]);
-        }
-        add_all_scaled<Kind>(weights, rows, groups, sums, group ? y : nullptr, group + groups < x.groups ? between : last);
-        weights += groups * Kind::group_bytes;
-        rows = rows.from(groups);
-    }
+    const Rows rows{&x.q[at * Q_BYTES], &x.start[at], &x.scale[at], &x.total[at], size_t(x.groups)};
+    const bool ask = !row;  // the tiles after the first find a block's weights where it left them
+    if constexpr (PANEL == 1)
+        add_groups<Kind, ROWS>(weights, rows, x.groups, ask, end);
+    else
+        add_panels<Kind, ROWS>(weights, rows, x.groups, ask, y, end);
     if (!whole)
-        for (int r = 0; r < ROWS; ++r) write_row(y[r], out, row + r, first);
+        for (int r = 0; r < ROWS; ++r) write_row(y[r], OUTPUTS, out, row + r, first);
 }
 
 template <class Kind, int ROWS = TILE>
