@@ -144,9 +144,11 @@ def steps_with_wanted(vocab: int = VOCAB) -> list[tuple[torch.Tensor, torch.Tens
 
 
 @torch.inference_mode()
-def expect_wanted_alike(model: Any, attention: Attention, compare: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+def expect_wanted_alike(
+    model: Any, attention: Attention, compare: Callable[[torch.Tensor, torch.Tensor], None], kv_dtype: torch.dtype | None = None
+) -> None:
     """Wanted rows, and keys and values of all, are what they are when all rows are asked for."""
-    stores = [KVStore(model.config, 256, model.dtype) for _ in range(2)]
+    stores = [KVStore(model.config, 256, kv_dtype or model.dtype) for _ in range(2)]
     for token_ids, positions, batch, wanted in steps_with_wanted(model.config.vocab_size):
         every = model.forward(token_ids, positions, batch, attention, stores[0])
         batch.prepared.clear()
@@ -163,7 +165,7 @@ def expect_wanted_alike(model: Any, attention: Attention, compare: Callable[[tor
 
 @pytest.fixture(scope="session")
 def wanted_alike() -> Callable[..., None]:
-    """`expect_wanted_alike(model, attention, compare)`."""
+    """`expect_wanted_alike(model, attention, compare, kv_dtype)`."""
     return expect_wanted_alike
 
 

@@ -64,19 +64,21 @@ def test_no_bit_differs(name: str, bits: int, kv_dtype: torch.dtype, tiny: Calla
         assert torch.equal(got[sequence], rows)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "kv_dtype", "head_dim"), [(1, torch.float32, 10), (3, torch.int8, 32)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_that_are_not_wanted_change_no_bit(name: str, threads: int, tiny: Callable[..., Any], wanted_alike: Any, tmp_path: Path) -> None:
+def test_rows_that_are_not_wanted_change_no_bit(
+    name: str, threads: int, kv_dtype: torch.dtype, head_dim: int, tiny: Callable[..., Any], wanted_alike: Any, tmp_path: Path
+) -> None:
     family, changes = FAMILIES[name]
-    model, attention = decoder(tiny(family, **changes), tmp_path, 4), cpu_attention()
+    model, attention = decoder(tiny(family, **changes, head_dim=head_dim), tmp_path, 4), cpu_attention()
     assert isinstance(attention, NativeAttention)
     assert model.native is not None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        wanted_alike(model, attention, same_bits)
+        wanted_alike(model, attention, same_bits, kv_dtype)
         taken = model.native.seconds
-        wanted_alike(model, OneByOne(attention), same_bits)
+        wanted_alike(model, OneByOne(attention), same_bits, kv_dtype)
         assert model.native.seconds == taken
     finally:
         torch.set_num_threads(before)
