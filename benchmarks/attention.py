@@ -1,6 +1,6 @@
 """Attention on a CPU, native kernel beside torch's operators: decodes, a shared prefix, prefill chunks; 30 layers of the default model's shape.
 
-Activations in float32, KV in float32 or float16 (as under int4 and int8), in the engine's own store. One thread and its own processor time, each layer's KV memory of its own
+Activations in float32, KV in float32 or whole numbers (as under int4 and int8), in the engine's own store. One thread and its own processor time, each layer's KV memory of its own
 and none of it in the cache at first, as after a step's matrices; the two take turns, the best of five; what counts are the ratios.
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py [--json results.json]
@@ -18,7 +18,7 @@ import torch
 
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
 from agentrt.attention.native_cpu import NativeAttention, cpu_attention
-from agentrt.attention.torch_cpu import TorchAttention
+from agentrt.attention.torch_cpu import TorchAttention, narrowed
 from agentrt.engine.kv_store import KVStore
 
 SEED, LAYERS, HEADS, KV_HEADS, DIM = 0, 30, 9, 3, 64
@@ -48,7 +48,7 @@ def filled_store(slots: int, layers: int, dtype: torch.dtype) -> KVStore:
     store = KVStore(SimpleNamespace(layers=layers, kv_heads=KV_HEADS, head_dim=DIM), max(slots, SLOTS), dtype)  # type: ignore[arg-type]
     for layer in range(layers):
         for tensor in store[layer]:
-            tensor[:slots] = torch.randn(slots, KV_HEADS, DIM)
+            tensor[:slots] = narrowed(torch.randn(slots, KV_HEADS, DIM), tensor)
     return store
 
 
@@ -81,13 +81,13 @@ def main() -> None:
     found = []
     print("| step | KV | slots | native, ms | torch, ms | torch / native |\n|---|---|---|---|---|---|")
     for name, sequences, new, context, shared, layers in SHAPES:
-        for dtype in (torch.float32, torch.float16):
+        for dtype in (torch.float32, torch.int8):
             for scattered in (False, True):
                 step = batch(sequences, new, context, shared, scattered)
                 size = max(int(slots.max()) for slots in step.slots) + 1
                 with torch.inference_mode():
                     mine, theirs = milliseconds((native, TorchAttention()), step, filled_store(size, layers, dtype))
-                row = (name, str(dtype).removeprefix("torch."), "scattered" if scattered else "in order", mine, theirs)
+                row = (name, "float32" if dtype == torch.float32 else "whole numbers", "scattered" if scattered else "in order", mine, theirs)
                 found.append(row)
                 print("| {} | {} | {} | {:.1f} | {:.1f} | {:.1f} |".format(*row, theirs / mine), flush=True)
     if options.json:

@@ -1,4 +1,4 @@
-"""Attention over the paged store by the native kernels of `kernels/cpu/attention.cpp` and `attention_int8.cpp`, on a CPU.
+"""Attention over the paged store by the native kernels of `kernels/cpu/attention.cpp` and `attention_int.cpp`, on a CPU.
 
 Nothing is gathered, padded or masked: a kernel reads slots where they lie, and a prefix that runs share once for all of
 them. What they do not know (another device, float16 but in the store) goes to the torch operators of `agentrt.attention.torch_cpu`, which
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
-from agentrt.attention.int8_store import SCALE_BYTES
+from agentrt.attention.int_store import SCALE_BYTES
 from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.kernels.cpu.build import load
 
@@ -73,15 +73,15 @@ class _Prepared:
 class NativeAttention:
     """Attention by the native kernels; see `agentrt.attention.base.Attention` and `FusedAttention` for shapes."""
 
-    def __init__(self, floats: ctypes.CDLL, int8: ctypes.CDLL) -> None:
+    def __init__(self, floats: ctypes.CDLL, integers: ctypes.CDLL) -> None:
         """Makes one.
 
         Args:
             floats: The library of `attention.cpp`.
-            int8: Of `attention_int8.cpp`.
+            integers: Of `attention_int.cpp`.
         """
-        self._floats, self._int8 = floats.agentrt_attention, int8.agentrt_attention_int8
-        for function in (self._floats, self._int8):
+        self._floats, self._integers = floats.agentrt_attention, integers.agentrt_attention_int
+        for function in (self._floats, self._integers):
             function.argtypes = [ctypes.c_void_p] * 10
             function.restype = None
         self._fallback = TorchAttention()
@@ -131,12 +131,12 @@ class NativeAttention:
     def knows(self, q: Tensor, store: tuple[Tensor, Tensor]) -> bool:
         """Whether the kernel takes such tensors."""
         keys = store[0]
-        known = keys.dtype in _KV_DTYPES and (keys.dtype != torch.int8 or takes_int8(keys.shape[-1] - SCALE_BYTES))
+        known = keys.dtype in _KV_DTYPES and (keys.dtype != torch.int8 or takes_integers(store[1].shape[-1] - SCALE_BYTES))
         return known and q.dtype in _DTYPES and q.is_cpu
 
     def function(self, kv_dtype: torch.dtype) -> int:
         """The address of the kernel for a store of that dtype."""
-        return ctypes.cast(self._int8 if kv_dtype == torch.int8 else self._floats, ctypes.c_void_p).value or 0
+        return ctypes.cast(self._integers if kv_dtype == torch.int8 else self._floats, ctypes.c_void_p).value or 0
 
     def runs(self, batch: AttentionBatch) -> int:
         """The address of a batch's `AttentionRuns`, which the batch keeps."""
@@ -156,7 +156,7 @@ class NativeAttention:
         batch: AttentionBatch,
     ) -> Tensor:
         result = torch.empty(out, dtype=dtype)
-        attend = self._int8 if store[0].dtype == torch.int8 else self._floats
+        attend = self._integers if store[0].dtype == torch.int8 else self._floats
         attend(shape, self.runs(batch), *inputs, store[0].data_ptr(), store[1].data_ptr(), result.data_ptr())
         return result
 
@@ -185,13 +185,13 @@ class NativeAttention:
 
 def cpu_attention() -> Attention:
     """The best attention of this machine's processor: native where its kernel can be had, else torch's operators."""
-    floats, int8 = load("attention"), load("attention_int8")
-    return TorchAttention() if floats is None or int8 is None else NativeAttention(floats, int8)
+    floats, integers = load("attention"), load("attention_int")
+    return TorchAttention() if floats is None or integers is None else NativeAttention(floats, integers)
 
 
-def takes_int8(head_dim: int) -> bool:
-    """Whether the kernel for keys and values of 8 bits takes such heads: whole vectors, whose sums do not leave 32 bits."""
-    return head_dim % 32 == 0 and head_dim <= 512
+def takes_integers(head_dim: int) -> bool:
+    """Whether the kernel for keys and values in whole numbers takes such heads: whole vectors, whose sums leave queries enough of 32 bits."""
+    return head_dim % 32 == 0 and head_dim <= 256
 
 
 def _dense(heads: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentrt.attention.base import AttentionBatch, AttentionSpec
 from agentrt.attention.dense import attend, attend_with_lse
-from agentrt.attention.int8_store import dequantized, quantized
+from agentrt.attention.int_store import dequantized, quantized
 
 SHORT_RUN = 8  #: Runs of up to so many new tokens may be gathered and padded together.
 VIEW_TOKENS = (
@@ -50,7 +50,7 @@ class _Layer:
 
     Attributes:
         q: [tokens, heads, head_dim].
-        keys, values: The store's, [slots, kv_heads, head_dim], or in 8 bits.
+        keys, values: The store's, [slots, kv_heads, head_dim], or bytes.
         spec: Scale, window and soft cap.
         scratch: For gathers.
         out: Like q; the parts fill it.
@@ -71,7 +71,7 @@ class _Layer:
             keys, values = self.keys[slots], self.values[slots]
         else:
             keys, values = self.scratch.gather("keys", self.keys, slots), self.scratch.gather("values", self.values, slots)
-        return widened(keys, self.q.dtype), widened(values, self.q.dtype)
+        return widened(keys, self.q), widened(values, self.q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +197,8 @@ class TorchAttention:
     ) -> Tensor:
         """Writes k and v to the store and attends."""
         keys, values = store
-        keys.index_copy_(0, batch.new_slots, narrowed(k, keys.dtype))
-        values.index_copy_(0, batch.new_slots, narrowed(v, values.dtype))
+        keys.index_copy_(0, batch.new_slots, narrowed(k, keys))
+        values.index_copy_(0, batch.new_slots, narrowed(v, values))
         key = (TorchAttention, spec.window, batch.attending)
         plan = batch.prepared.get(key)
         if not isinstance(plan, _Plan):
@@ -213,19 +213,19 @@ class TorchAttention:
         return out
 
 
-def narrowed(heads: Tensor, dtype: torch.dtype) -> Tensor:
-    """As a store of that dtype holds them; what is beyond float16's range becomes its largest value, so that nothing finite becomes infinite."""
-    if dtype == torch.int8:
-        return quantized(heads)
-    if dtype == torch.float16 and heads.dtype != dtype:
-        most = torch.finfo(dtype).max
+def narrowed(heads: Tensor, store: Tensor) -> Tensor:
+    """As the store holds them; what is beyond float16's range becomes its largest value, so that nothing finite becomes infinite."""
+    if store.dtype == torch.int8:
+        return quantized(heads, store)
+    if store.dtype == torch.float16 and heads.dtype != store.dtype:
+        most = torch.finfo(store.dtype).max
         heads = heads.float().clamp(-most, most)
-    return heads.to(dtype)
+    return heads.to(store.dtype)
 
 
-def widened(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a store holds, in the dtype of activations."""
-    return dequantized(stored, dtype) if stored.dtype == torch.int8 else stored.to(dtype)
+def widened(stored: Tensor, q: Tensor) -> Tensor:
+    """What a store holds, as heads like those of q."""
+    return dequantized(stored, q.shape[-1], q.dtype) if stored.dtype == torch.int8 else stored.to(q.dtype)
 
 
 def plan_batch(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> _Plan:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from agentrt.attention.native_cpu import NativeAttention, cpu_attention, takes_int8
+from agentrt.attention.native_cpu import NativeAttention, cpu_attention, takes_integers
 from agentrt.backend import EngineFacts
 from agentrt.cache.eviction import eviction_policy
 from agentrt.cache.page_pool import PagePool
@@ -139,11 +139,11 @@ def _half() -> str:
 
 
 def _kv_dtype(attention: AttentionChoice, model: LoadedModel, dtype: torch.dtype, bits: int | None, device: torch.device) -> torch.dtype:
-    """Of keys and values: under a CPU's matrices of few bits 8 bits, which is what those round activations to; where no kernel takes that, float16."""
+    """Of keys and values: under a CPU's matrices of few bits whole numbers, in bytes; where no kernel takes those, float16."""
     if bits is None or attention == "triton" or device.type != "cpu":
         return dtype
     native = attention == "auto" and isinstance(cpu_attention(), NativeAttention)
-    return torch.int8 if native and takes_int8(model.config.head_dim) else torch.float16
+    return torch.int8 if native and takes_integers(model.config.head_dim) else torch.float16
 
 
 def _bits(name: str) -> int | None:

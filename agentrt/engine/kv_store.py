@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from agentrt.attention.int8_store import stored_dim
+from agentrt.attention.int_store import key_bytes, value_bytes
 from agentrt.errors import UserError
 from agentrt.models.config import ModelConfig
 
@@ -20,7 +20,8 @@ LARGE = 1 << 22
 
 
 class KVStore:
-    """One key and one value tensor a layer, each [slots, kv_heads, head_dim] in memory of its own; in 8 bits as `agentrt.attention.int8_store` says.
+    """One key and one value tensor a layer, each [slots, kv_heads, head_dim] in memory of its own; for torch.int8 bytes, as
+    `agentrt.attention.int_store` says.
 
     The tensors are not cleared: on a CPU the system hands out memory as slots are first written, so a large store costs
     nothing until it is used.
@@ -44,10 +45,10 @@ class KVStore:
         """
         self.slots = slots
         self.bytes_per_token = bytes_per_token(config, dtype)
-        shape = (slots, config.kv_heads, stored_dim(config.head_dim, dtype))
+        keys, values = ((slots, config.kv_heads, size) for size in _sizes(config, dtype))
         try:
             self._layers = tuple(
-                (_empty(shape, dtype, device), _empty(shape, dtype, device)) for _ in range(config.layers)
+                (_empty(keys, dtype, device), _empty(values, dtype, device)) for _ in range(config.layers)
             )
         except (RuntimeError, OSError, OverflowError) as error:  # torch's out-of-memory errors are RuntimeErrors, on a CPU too
             raise UserError(
@@ -90,4 +91,9 @@ def _empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of KV that one token takes, all layers together."""
-    return 2 * config.layers * config.kv_heads * stored_dim(config.head_dim, dtype) * dtype.itemsize
+    return config.layers * config.kv_heads * sum(_sizes(config, dtype)) * dtype.itemsize
+
+
+def _sizes(config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Elements of a key's head and of a value's."""
+    return (key_bytes(config.head_dim), value_bytes(config.head_dim)) if dtype == torch.int8 else (config.head_dim, config.head_dim)

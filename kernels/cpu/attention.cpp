@@ -1,5 +1,5 @@
 // Attention of runs of new tokens over scattered slots: the CPU's own form of `agentrt.attention.base.Attention`, for keys and values in floats
-// of 32 or 16 bits. (Those of 8 bits: attention_int8.cpp.)
+// of 32 or 16 bits. (Those in whole numbers: attention_int.cpp.)
 //
 // New keys and values are written to their slots; then every new token attends to its sequence's slots up to itself. A
 // sequence is read in segments of 64 tokens, counted from its beginning. A segment gives
@@ -88,16 +88,26 @@ template <typename T>
 class FloatKernel : public Attending<FloatKernel<T>> {
     using Base = Attending<FloatKernel<T>>;
     friend Base;
-    using Base::first_, Base::group_, Base::heads_, Base::kv_heads_, Base::own_, Base::padded_, Base::shape_, Base::slot_;
+    using Base::first_, Base::group_, Base::heads_, Base::kv_heads_, Base::own_, Base::padded_, Base::shape_, Base::slot_, Base::tensors_;
 
 public:
     FloatKernel(const AttentionShape& shape, const Tensors& tensors, Plan& plan, FloatMemory& memory)
-        : Base(shape, tensors, plan, memory, shape.head_dim * int64_t(sizeof(T))), memory_(memory), whole_vectors_(padded_ == shape.head_dim) {
+        : Base(shape, tensors, plan, memory, shape.head_dim * int64_t(sizeof(T)), shape.head_dim * int64_t(sizeof(T))), memory_(memory), whole_vectors_(padded_ == shape.head_dim) {
         Scratch::hold(memory_.tile, SEGMENT * shape.kv_heads * padded_);
         Scratch::hold(memory_.panels, SEGMENT * (padded_ + LANES));
     }
 
 private:
+    template <typename From>
+    void put_key(const From* from, int64_t slot) const {
+        put(from, tensors_.keys, slot);
+    }
+
+    template <typename From>
+    void put_value(const From* from, int64_t slot) const {
+        put(from, tensors_.values, slot);
+    }
+
     template <typename From>
     void put(const From* from, void* store, int64_t slot) const {
         T* to = static_cast<T*>(store) + slot * slot_;
@@ -107,7 +117,6 @@ private:
     }
 
     void took_queries(int64_t) {}
-    void found(const Reading&) {}
     void softened(const Reading&, int64_t, int64_t, bool) {}
 
     static const T* heads_of(const Reading& reading, int64_t key) { return reinterpret_cast<const T*>(reading.at[key]); }

@@ -1,9 +1,8 @@
 // What rows do in attention whatever their keys and values are: reading q, softmax, folding one segment after the other (log-sum-exp, after Dao et
 // al., FlashAttention, 2022), asking for memory ahead. How scores and sums come about is a kernel's, a class made from this one:
 //
-//     put(from, store, slot)               writes a slot's heads
+//     put_key, put_value(from, slot)       write a slot's heads
 //     took_queries(row)                    a row's q has been read
-//     found(keys)                          it is known where a segment's keys are
 //     at_hand<PASS>(places, count, then)   says where a segment's heads are to be read from by few rows, in which type
 //     dots, add                            scores, and sums of values, of up to three rows
 //     lay_keys, lay_values, six_rows       the same of many rows, from panels
@@ -42,12 +41,12 @@ void rotate(const From* head, const From* cos, const From* sin, int64_t dim, flo
     }
 }
 
-/// Where the heads of a segment's keys or values lie, and those that the pass after it reads; filled up to fours by the last.
+/// Where the heads of a segment's keys or values lie, and those that the pass after it reads; filled up to fours by the last. Bytes are of a head.
 struct Reading {
     const char* const* at;
-    int64_t count;
+    int64_t count, bytes;
     const char* const* next;
-    int64_t next_count;
+    int64_t next_count, next_bytes;
 };
 
 /// What is asked for while few rows read a KV head of a segment. Nearby: what they read next, the same place of each slot, from the second cache into
@@ -89,10 +88,10 @@ enum Pass { SCORES, SUMS, FOLDED };
 template <class Kernel>
 class Attending {
 public:
-    /// head_bytes: of a KV head in the store.
-    Attending(const AttentionShape& shape, const Tensors& tensors, Plan& plan, Scratch& scratch, int64_t head_bytes)
+    /// Bytes of a KV head in the store, of its keys and of its values.
+    Attending(const AttentionShape& shape, const Tensors& tensors, Plan& plan, Scratch& scratch, int64_t key_bytes, int64_t value_bytes)
         : shape_(shape), tensors_(tensors), plan_(plan), own_(scratch), padded_(padded(shape.head_dim)), group_(shape.heads / shape.kv_heads),
-          head_bytes_(head_bytes), slot_(shape.kv_heads * shape.head_dim), most_rows_(std::max(TOGETHER * shape.heads, APART * group_)) {
+          key_bytes_(key_bytes), value_bytes_(value_bytes), slot_(shape.kv_heads * shape.head_dim), most_rows_(std::max(TOGETHER * shape.heads, APART * group_)) {
         Scratch::hold(own_.q, std::max(most_rows_ * padded_, slot_));
         Scratch::hold(own_.sums, most_rows_ * padded_);
         Scratch::hold(own_.folded, most_rows_ * padded_);
@@ -157,11 +156,11 @@ protected:
             const int64_t dim = shape_.head_dim;
             const From *cos = static_cast<const From*>(tensors_.cos) + token * dim, *sin = static_cast<const From*>(tensors_.sin) + token * dim;
             for (int64_t at = 0; at < slot_; at += dim) rotate(k + at, cos, sin, dim, 1.0f, own_.q.data() + at);
-            kernel().put(own_.q.data(), tensors_.keys, slot);
+            kernel().put_key(own_.q.data(), slot);
         } else {
-            kernel().put(k, tensors_.keys, slot);
+            kernel().put_key(k, slot);
         }
-        kernel().put(v, tensors_.values, slot);
+        kernel().put_value(v, slot);
     }
 
     /// A block by one task: the common segments, then each row's own; rows of one run stay together.
@@ -230,20 +229,20 @@ protected:
         }
     }
 
-    const char* place(const void* store, int64_t slot) const {
-        return static_cast<const char*>(store) + (slot * shape_.kv_heads + first_) * head_bytes_;
+    const char* place(const void* store, int64_t slot, int64_t bytes) const {
+        return static_cast<const char*>(store) + (slot * shape_.kv_heads + first_) * bytes;
     }
 
     /// Places of some slots, filled up to fours by the last.
-    void find(const void* store, const int64_t* slots, int64_t count, const char** to) const {
-        for (int64_t key = 0; key < count; ++key) to[key] = place(store, slots[key]);
+    void find(const void* store, int64_t bytes, const int64_t* slots, int64_t count, const char** to) const {
+        for (int64_t key = 0; key < count; ++key) to[key] = place(store, slots[key], bytes);
         for (int64_t key = count; key % 4; ++key) to[key] = to[count - 1];
     }
 
     /// Inlined, since a compiler sees no effect in a call of this and leaves it out.
-    __attribute__((always_inline)) void prefetch(const char* const* places, int64_t count) const {
+    __attribute__((always_inline)) void prefetch(const char* const* places, int64_t count, int64_t bytes) const {
         for (int64_t i = 0; i < count; ++i)
-            for (int64_t byte = 0; byte < kv_heads_ * head_bytes_; byte += 64) __builtin_prefetch(places[i] + byte, 0, 2);
+            for (int64_t byte = 0; byte < kv_heads_ * bytes; byte += 64) __builtin_prefetch(places[i] + byte, 0, 2);
     }
 
     /// One segment for rows [from, from + count): folded into what they have, or its peaks, weights and sums left as they are.
@@ -255,19 +254,18 @@ protected:
         for (int64_t row = from; row < from + count; ++row) stop = std::max(stop, rows[row].stop);
         const int64_t keys = std::min<int64_t>(SEGMENT, stop - start), after = more ? std::min<int64_t>(SEGMENT, stop - start - keys) : 0;
         const int64_t* slots = rows[from].slots + start;
-        if (slots != found_ || keys != found_count_) find(tensors_.keys, slots, keys, keys_at_);
-        find(tensors_.values, slots, keys, values_at_);
-        const Reading first{keys_at_, keys, values_at_, keys};
-        const Reading then{values_at_, keys, next_at_, after};
+        if (slots != found_ || keys != found_count_) find(tensors_.keys, key_bytes_, slots, keys, keys_at_);
+        find(tensors_.values, value_bytes_, slots, keys, values_at_);
+        const Reading first{keys_at_, keys, key_bytes_, values_at_, keys, value_bytes_};
+        const Reading then{values_at_, keys, value_bytes_, next_at_, after, key_bytes_};
         const bool many = count * group_ >= MANY;
-        kernel().found(first);
         if (many) {
             arrange(from, count);
             pass_of_many<SCORES>(first, rows, start);
         } else {
             pass_of_few<SCORES>(first, from, count);
         }
-        find(tensors_.keys, slots + keys, after, next_at_);
+        find(tensors_.keys, key_bytes_, slots + keys, after, next_at_);
         const bool all_seen = soften(rows, from, count, start, keys);
         kernel().softened(then, from, count, all_seen);
         if constexpr (FOLDS) weigh(from, count, own_.peaks.data() + from * heads_, own_.weights.data() + from * heads_);
@@ -284,10 +282,10 @@ protected:
     void pass_of_few(const Reading& reading, int64_t from, int64_t count) {
         const int64_t keys = reading.count, next = reading.next_count, whole = (keys + 3) / 4;
         const int64_t parts = padded_ / WIDE + padded_ % WIDE / LANES, steps = kv_heads_ * (PASS == SCORES ? 1 : parts) * whole;
-        Ahead ahead{reading.at, 0, next < keys ? reading.at : reading.next, reading.next, next, kv_heads_ * head_bytes_, ((next << 20) + steps - 1) / steps, 0};
+        Ahead ahead{reading.at, 0, next < keys ? reading.at : reading.next, reading.next, next, kv_heads_ * reading.next_bytes, ((next << 20) + steps - 1) / steps, 0};
         kernel().template at_hand<PASS>(reading.at, keys, [&](auto from_type, const char* const* at, int64_t stride) {
             for (int64_t head = 0; head < kv_heads_; ++head) {
-                ahead.byte += head_bytes_;
+                ahead.byte += reading.bytes;
                 if (head + 1 == kv_heads_) ahead.nearby = ahead.after, ahead.byte = 0;
                 heads<PASS, decltype(from_type)>(at, keys, head, head * stride, from, count, ahead);
             }
@@ -348,7 +346,7 @@ protected:
                 kernel().lay_values(reading, kv_head);
             for (int64_t i = 0; i < sixes_; ++i) {
                 const int64_t ask = reading.next_count * ++part / parts;
-                prefetch(reading.next + asked, ask - asked);
+                prefetch(reading.next + asked, ask - asked, reading.next_bytes);
                 asked = ask;
                 const Six& six = own_.sixes[size_t(i)];
                 const int64_t first = std::max<int64_t>(rows[six.first].first - start, 0), stop = std::min(rows[six.last].stop - start, reading.count);
@@ -516,7 +514,7 @@ protected:
     const Tensors& tensors_;
     Plan& plan_;
     Scratch& own_;
-    const int64_t padded_, group_, head_bytes_, slot_, most_rows_;
+    const int64_t padded_, group_, key_bytes_, value_bytes_, slot_, most_rows_;
     int64_t kv_heads_, heads_, first_;  // KV heads that a task is about, query heads that read them, and the first of the KV heads
 
 private:

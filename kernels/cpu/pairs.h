@@ -40,7 +40,7 @@ inline void store(int16_t* to, Ints first, Ints second) {
 #endif
 }
 
-/// Pairs as they lie.
+/// Neighbours as pairs: 2 * LANES numbers.
 inline Ints pairs(const int16_t* from) { return *reinterpret_cast<const LooseInts*>(from); }
 
 /// A pair, in every lane.
@@ -52,9 +52,6 @@ inline Ints all_pairs(const int16_t* from) {
 }
 
 #if defined(__AVX512BW__)
-
-/// Neighbours as pairs: 2 * LANES numbers of 8 bits.
-inline Ints pairs(const int8_t* from) { return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
 
 /// The i-th of each as a pair: LANES numbers of 8 bits of each.
 inline Ints pairs(const int8_t* first, const int8_t* second) {
@@ -72,8 +69,6 @@ inline Ints add_products(Ints a, Ints b, Ints sum) {
 
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 
-inline Ints pairs(const int8_t* from) { return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
-
 inline Ints pairs(const int8_t* first, const int8_t* second) {
     const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(first)), b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second));
     return (Ints)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
@@ -84,12 +79,6 @@ inline Ints add_products(Ints a, Ints b, Ints sum) { return sum + (Ints)_mm256_m
 #else
 
 inline Ints pair_of(Ints first, Ints second) { return (Ints)(((Words)first & 0xffffu) | ((Words)second << 16)); }
-
-inline Ints pairs(const int8_t* from) {
-    Ints first, second;
-    for (int lane = 0; lane < LANES; ++lane) first[lane] = from[2 * lane], second[lane] = from[2 * lane + 1];
-    return pair_of(first, second);
-}
 
 inline Ints pairs(const int8_t* first, const int8_t* second) {
     return pair_of(__builtin_convertvector(*reinterpret_cast<const Bytes*>(first), Ints),

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
-from agentrt.attention.int8_store import dequantized, quantized, stored_dim
-from agentrt.attention.native_cpu import NativeAttention, cpu_attention, takes_int8
+from agentrt.attention.int_store import KEY_MOST, VALUE_MOST, dequantized, key_bytes, quantized, value_bytes
+from agentrt.attention.native_cpu import NativeAttention, cpu_attention, takes_integers
 from agentrt.attention.reference import ReferenceAttention
 from agentrt.attention.torch_cpu import TorchAttention, narrowed
 from agentrt.models.rotary import rotate
 
-pytestmark = pytest.mark.skipif(load("attention") is None or load("attention_int8") is None, reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
+pytestmark = pytest.mark.skipif(load("attention") is None or load("attention_int") is None, reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
 
 
 def native() -> NativeAttention:
@@ -78,7 +78,8 @@ def make(heads: Heads, runs: list[Run], *, page: int, scattered: bool, shared: i
     prefix, free = free[:shared], free[-(-shared // page) * page :]
     kv_dtype = kv_dtype or dtype
     nan = -1 if kv_dtype == torch.int8 else float("nan")  # bytes of ones: a scale that is no number
-    store = tuple(torch.full((pages * page, heads.kv_heads, stored_dim(heads.dim, kv_dtype)), nan, dtype=kv_dtype) for _ in range(2))
+    sizes = (key_bytes(heads.dim), value_bytes(heads.dim)) if kv_dtype == torch.int8 else (heads.dim, heads.dim)
+    store = tuple(torch.full((pages * page, heads.kv_heads, size), nan, dtype=kv_dtype) for size in sizes)
     slots = []
     for run in runs:
         length = run.new + run.context
@@ -86,9 +87,9 @@ def make(heads: Heads, runs: list[Run], *, page: int, scattered: bool, shared: i
         free = free[-(-length // page) * page :]
     for tensor in store:
         for places in (prefix, *(slot[: len(slot) - run.new] for slot, run in zip(slots, runs, strict=True))):
-            tensor[places] = narrowed(torch.randn(len(places), heads.kv_heads, heads.dim, generator=generator), kv_dtype)
+            tensor[places] = narrowed(torch.randn(len(places), heads.kv_heads, heads.dim, generator=generator), tensor)
     for tensor in store:  # the prefix was written once more by each run: all read the last
-        tensor[prefix] = narrowed(torch.randn(shared, heads.kv_heads, heads.dim, generator=generator), kv_dtype)
+        tensor[prefix] = narrowed(torch.randn(shared, heads.kv_heads, heads.dim, generator=generator), tensor)
     batch = AttentionBatch(
         tuple(run.new for run in runs),
         tuple(run.context + shared for run in runs),
@@ -138,37 +139,39 @@ def test_equals_the_reference(heads: Heads, runs: list[Run], spec: AttentionSpec
     int8_heads, runs, specs, shared, st.sampled_from([1, 16]), st.booleans(), st.sampled_from([1, 3]), st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 2**20),
 )  # fmt: skip
-def test_a_store_of_8_bits_is_the_reference_on_what_it_holds(
+def test_a_store_of_whole_numbers_is_the_reference_on_what_it_holds(
     heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, page: int, scattered: bool, threads: int, dtype: torch.dtype, seed: int
 ) -> None:
     case = make(heads, runs, page=page, scattered=scattered, shared=shared, seed=seed, dtype=dtype, kv_dtype=torch.int8)
-    held = tuple(dequantized(tensor, torch.float32) for tensor in case.store)
+    held = tuple(dequantized(tensor, heads.dim, torch.float32) for tensor in case.store)
     qkv = case.qkv.float()
-    qkv[:, heads.heads :] = dequantized(quantized(qkv[:, heads.heads :]), torch.float32)
+    for part, tensor in zip(qkv[:, heads.heads :].split(heads.kv_heads, 1), case.store, strict=True):
+        part.copy_(dequantized(quantized(part, tensor), heads.dim, torch.float32))
     expected = Case(case.batch, held, qkv, heads).attend(ReferenceAttention(), spec)
     with poisoned_outputs(threads):
         got = case.attend(native(), spec)
-    near = {"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    near = {"atol": 4e-3, "rtol": 4e-3} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}  # q of 256 dimensions has 12 bits
     torch.testing.assert_close(got.float(), expected, **near)
     torch.testing.assert_close(case.attend(TorchAttention(), spec).float(), expected, **near if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2})
 
 
 @settings(max_examples=10)
 @given(int8_heads, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**20))
-def test_what_is_stored_in_8_bits_is_what_torch_stores(heads: Heads, dtype: torch.dtype, seed: int) -> None:
+def test_what_is_stored_in_whole_numbers_is_what_torch_stores(heads: Heads, dtype: torch.dtype, seed: int) -> None:
     """To the last bit of a scale, and to one step where a number lies between two; what is not finite stays so, and nothing small is lost."""
     case = make(heads, [Run(6, 3)], page=1, scattered=True, shared=0, seed=seed, dtype=dtype, kv_dtype=torch.int8)
     case.qkv[:4] *= torch.tensor([1e-30, 1e-3, 1e4, 0.0]).view(4, 1, 1)
     case.qkv[4, -1, 1], case.qkv[5, -1, 1] = float("nan"), float("inf")
     q, k, v = case.qkv.split([heads.heads, heads.kv_heads, heads.kv_heads], 1)
     native()(q, k, v, case.store, case.batch, AttentionSpec(0.1))
-    for stored, told in zip(case.store, (k, v), strict=True):
-        mine, theirs = stored[case.batch.new_slots], quantized(told)
-        assert torch.equal(mine[..., heads.dim :], theirs[..., heads.dim :])
-        assert (mine[..., : heads.dim].int() - theirs[..., : heads.dim].int()).abs().max() <= 1
-        near = dequantized(mine, torch.float32) - told.float()
+    for stored, told, numbers, most in zip(case.store, (k, v), (torch.int16, torch.int8), (KEY_MOST, VALUE_MOST), strict=True):
+        mine, theirs = stored[case.batch.new_slots], quantized(told, stored)
+        assert torch.equal(mine[..., -4:], theirs[..., -4:])
+        mine_q, theirs_q = (part[..., :-4].contiguous().view(numbers).int() for part in (mine, theirs))
+        assert (mine_q - theirs_q).abs().max() <= 1
+        near = dequantized(mine, heads.dim, torch.float32) - told.float()
         largest = told[:4].float().abs().amax(-1)
-        assert (near[:4].abs().amax(-1) <= largest / 127 * 0.51).all()
+        assert (near[:4].abs().amax(-1) <= largest / most * 0.51).all()
 
 
 @settings(max_examples=25)
@@ -219,7 +222,7 @@ def test_where_a_chunk_is_cut_changes_no_bit(cut: int, kv_dtype: torch.dtype) ->
 @pytest.mark.parametrize("shape", [Heads(9, 3, 64), Heads(2, 2, 40), Heads(14, 2, 128)], ids=str)
 def test_a_chunk_is_its_tokens_one_by_one(shape: Heads, kv_dtype: torch.dtype) -> None:
     """Many rows go another way through the same sums than one does, and runs that share a prefix than those that do not."""
-    if kv_dtype == torch.int8 and not takes_int8(shape.dim):
+    if kv_dtype == torch.int8 and not takes_integers(shape.dim):
         shape = Heads(shape.heads, shape.kv_heads, 96)
     new, spec = 75, AttentionSpec(0.2)
     case = make(shape, [Run(new, 50)], page=1, scattered=True, shared=0, seed=new, kv_dtype=kv_dtype)
@@ -246,7 +249,7 @@ def test_a_store_of_16_bits_is_the_reference_rounded(heads: Heads, runs: list[Ru
     spec = AttentionSpec(heads.dim**-0.5)
     store = (case.store[0].float(), case.store[1].float())
     exact = Case(case.batch, store, case.qkv.float(), heads)
-    kv = narrowed(case.qkv.float(), kv_dtype).float()[:, heads.heads :]
+    kv = narrowed(case.qkv.float(), case.store[0]).float()[:, heads.heads :]
     expected = exact.attend(ReferenceAttention(), spec, torch.cat((exact.qkv[:, : heads.heads], kv), 1))
     with poisoned_outputs(1):
         got = case.attend(native(), spec)

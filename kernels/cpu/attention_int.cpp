@@ -1,11 +1,12 @@
-// Attention of runs of new tokens over scattered slots whose keys and values have 8 bits: what attention.cpp is for floats.
+// Attention of runs of new tokens over scattered slots whose keys and values are whole numbers: what attention.cpp is for floats.
 //
-// A head of a slot is `head_dim` whole numbers from -127 to 127 and, behind them, a float32 by which they are multiplied: its largest magnitude
-// is 127. (Quantising keys and values token by token, after Sheng et al., FlexGen, 2023, and others since.) Queries get 16 bits and a scale of each row and
-// head, and so do a segment's weights, each multiplied by its value's scale before. What remains are products of whole numbers, summed exactly in 32 bits:
+// A key's head is `head_dim` numbers of 16 bits, from -4095 to 4095, and behind them a float32 by which they are multiplied; a value's has 8 bits, from
+// -127 to 127. (Keys get more, since some models have a few dimensions of them that are much larger than the others, and an error of a score is an exponent's.)
+// Queries get up to 16 bits and a scale of each row and head, as many as 32 bits can sum; a segment's weights get 16, each multiplied by its value's scale
+// before. What remains are products of whole numbers, summed exactly:
 //
-//     score  = scale of q * scale of k * sum over dimensions of (16 bits * 8 bits)
-//     values = scale of the weights    * sum over keys       of (16 bits * 8 bits)
+//     score  = scale of q * scale of k * sum over dimensions of q * k
+//     values = scale of the weights    * sum over keys       of weight * v
 //
 // Invariant: as in attention.cpp, a row's numbers depend on its own sequence alone, bit for bit; here since exact sums know no order, and scales are a row's own.
 
@@ -22,7 +23,7 @@ namespace {
 
 using namespace agentrt;
 
-constexpr float MOST = 127.0f, MOST_16 = 32767.0f;
+constexpr float MOST_KEY = 4095.0f, MOST_VALUE = 127.0f, MOST_16 = 32767.0f;
 
 /// A thread's memory for whole numbers.
 struct IntMemory : Scratch {
@@ -38,7 +39,8 @@ class IntKernel : public Attending<IntKernel> {
 
 public:
     IntKernel(const AttentionShape& shape, const Tensors& tensors, Plan& plan, IntMemory& memory)
-        : Base(shape, tensors, plan, memory, shape.head_dim + int64_t(sizeof(float))), memory_(memory), dim_(shape.head_dim) {
+        : Base(shape, tensors, plan, memory, 2 * shape.head_dim + int64_t(sizeof(float)), shape.head_dim + int64_t(sizeof(float))), memory_(memory),
+          dim_(shape.head_dim), most_query_(std::min(MOST_16, std::floor(float(INT32_MAX) / (MOST_KEY * float(shape.head_dim))))) {
         Scratch::hold(memory_.queries, most_rows_ * dim_);
         Scratch::hold(memory_.parts, most_rows_ * SEGMENT);
         Scratch::hold(memory_.query_scales, most_rows_);
@@ -73,34 +75,40 @@ private:
     }
 
     template <typename From>
-    void put(const From* from, void* store, int64_t slot) {
+    void put_key(const From* from, int64_t slot) {
+        put<int16_t>(from, tensors_.keys, slot, key_bytes_, MOST_KEY);
+    }
+
+    template <typename From>
+    void put_value(const From* from, int64_t slot) {
+        put<int8_t>(from, tensors_.values, slot, value_bytes_, MOST_VALUE);
+    }
+
+    template <typename To, typename From>
+    void put(const From* from, void* store, int64_t slot, int64_t bytes, float most) {
         float* head = own_.sums.data();
-        for (int64_t kv_head = 0; kv_head < shape_.kv_heads; ++kv_head, from += dim_) {
+        char* to = static_cast<char*>(store) + slot * shape_.kv_heads * bytes;
+        for (int64_t kv_head = 0; kv_head < shape_.kv_heads; ++kv_head, from += dim_, to += bytes) {
             for (int64_t i = 0; i < dim_; i += LANES) agentrt::store(head + i, load(from + i));
-            char* to = static_cast<char*>(store) + (slot * shape_.kv_heads + kv_head) * head_bytes_;
-            const float scale = quantise(head, MOST, reinterpret_cast<int8_t*>(to));
-            std::memcpy(to + dim_, &scale, sizeof scale);
+            const float scale = quantise(head, most, reinterpret_cast<To*>(to));
+            std::memcpy(to + dim_ * int64_t(sizeof(To)), &scale, sizeof scale);
         }
     }
 
     void took_queries(int64_t row) {
         for (int64_t head = row * heads_; head < (row + 1) * heads_; ++head)
-            memory_.query_scales[size_t(head)] = quantise(own_.q.data() + head * dim_, MOST_16, memory_.queries.data() + head * dim_);
+            memory_.query_scales[size_t(head)] = quantise(own_.q.data() + head * dim_, most_query_, memory_.queries.data() + head * dim_);
     }
 
-    /// A segment's scales, KV head by KV head.
-    void read_scales(const Reading& reading, float* to) const {
-        for (int64_t kv_head = 0; kv_head < kv_heads_; ++kv_head, to += SEGMENT) {
-            const int64_t byte = kv_head * head_bytes_ + dim_;
-            for (int64_t key = 0; key < reading.count; ++key) std::memcpy(to + key, reading.at[key] + byte, sizeof(float));
-        }
+    /// A segment's scales, which lie at that byte of each place.
+    static void read_scales(const char* const* at, int64_t count, int64_t byte, float* to) {
+        for (int64_t key = 0; key < count; ++key) std::memcpy(to + key, at[key] + byte, sizeof(float));
     }
-
-    void found(const Reading& keys) { read_scales(keys, memory_.key_scales.data()); }
 
     /// Weights become parts: times their value's scale, of 16 bits, with a scale of each row and head.
     void softened(const Reading& values, int64_t from, int64_t count, bool all_seen) {
-        read_scales(values, memory_.value_scales.data());
+        for (int64_t kv_head = 0; kv_head < kv_heads_; ++kv_head)
+            read_scales(values.at, values.count, kv_head * value_bytes_ + dim_, memory_.value_scales.data() + kv_head * SEGMENT);
         int64_t head = from * heads_;
         for (int64_t row = 0; row < count; ++row)
             for (int64_t kv_head = 0; kv_head < kv_heads_; ++kv_head) {
@@ -134,9 +142,9 @@ private:
         memory_.part_scales[size_t(head)] = largest / MOST_16;
     }
 
-    template <Pass, class Then>
+    template <Pass PASS, class Then>
     void at_hand(const char* const* places, int64_t, Then then) {
-        then(int8_t{}, places, head_bytes_);
+        then(int8_t{}, places, PASS == SCORES ? key_bytes_ : value_bytes_);
     }
 
     template <typename, int ROWS>
@@ -147,8 +155,8 @@ private:
         const int64_t dim = dim_;
         for (int64_t key = 0; key < count; key += 4) {
             if (ahead) ahead->ask_far();
-            const int8_t* keys[4];
-            for (int j = 0; j < 4; ++j) keys[j] = reinterpret_cast<const int8_t*>(at[key + j] + offset);
+            const int16_t* keys[4];
+            for (int j = 0; j < 4; ++j) keys[j] = reinterpret_cast<const int16_t*>(at[key + j] + offset);
             Ints sums[ROWS][4] = {};
             for (int64_t i = 0; i < dim; i += 2 * LANES)
                 for (int j = 0; j < 4; ++j) {
@@ -157,7 +165,8 @@ private:
                 }
             for (int row = 0; row < ROWS; ++row) sums_of_four(sums[row], found[row] + key);
         }
-        const float* scales = memory_.key_scales.data() + kv_head * SEGMENT;
+        float* const scales = memory_.key_scales.data() + kv_head * SEGMENT;
+        if (ahead) read_scales(at, count, offset + 2 * dim, scales);  // by the first rows, who have just had all that is near them
         for (int row = 0; row < ROWS; ++row) {
             float* scores = own_.scores.data() + head[row] * SEGMENT;
             const Floats query_scale = all(memory_.query_scales[size_t(head[row])]);
@@ -272,9 +281,10 @@ private:
 
     /// A KV head's keys: panels of keys, in each a pair of dimensions after the other.
     __attribute__((noinline)) void lay_keys(const Reading& reading, int64_t kv_head) {
+        read_scales(reading.at, reading.count, kv_head * key_bytes_ + 2 * dim_, memory_.key_scales.data() + kv_head * SEGMENT);
         for (int64_t key = 0; key < reading.count; key += 8) {
-            const int8_t* from[8];
-            for (int64_t j = 0; j < 8; ++j) from[j] = numbers(reading, std::min(key + j, reading.count - 1), kv_head);
+            const int16_t* from[8];
+            for (int64_t j = 0; j < 8; ++j) from[j] = reinterpret_cast<const int16_t*>(reading.at[std::min(key + j, reading.count - 1)] + kv_head * key_bytes_);
             float* to = memory_.panels.data() + key / PANEL * PANEL * (dim_ / 2) + key % PANEL;
             for (int64_t i = 0; i < dim_; i += 2 * LANES) {
                 Floats lanes[8];
@@ -287,28 +297,27 @@ private:
     /// A KV head's values: panels of dimensions, in each a pair of keys after the other.
     __attribute__((noinline)) void lay_values(const Reading& reading, int64_t kv_head) {
         for (int64_t key = 0; key < reading.count; key += 2) {
-            const int8_t *first = numbers(reading, key, kv_head), *second = numbers(reading, std::min(key + 1, reading.count - 1), kv_head);
+            const char *const one = reading.at[key] + kv_head * value_bytes_, *const other = reading.at[std::min(key + 1, reading.count - 1)] + kv_head * value_bytes_;
+            const auto *first = reinterpret_cast<const int8_t*>(one), *second = reinterpret_cast<const int8_t*>(other);
             float* to = memory_.panels.data() + key / 2 * PANEL;
             for (int64_t i = 0; i < dim_; i += LANES)
                 agentrt::store(to + i / PANEL * PANEL * (SEGMENT / 2) + i % PANEL, (Floats)pairs(first + i, second + i));
         }
     }
 
-    const int8_t* numbers(const Reading& reading, int64_t key, int64_t kv_head) const {
-        return reinterpret_cast<const int8_t*>(reading.at[key]) + kv_head * head_bytes_;
-    }
-
     IntMemory& memory_;
     const int64_t dim_;
+    const float most_query_;
 };
 
 }  // namespace
 
 extern "C" {
 
-/// As `agentrt_attention`; keys and values are bytes [slots, kv_heads, head_dim + 4], dense. head_dim: a multiple of 32, at most 512.
-void agentrt_attention_int8(const AttentionShape* shape, const AttentionRuns* runs, const void* q, const void* k, const void* v, const void* cos,
-                            const void* sin, void* keys, void* values, void* out) {
+/// As `agentrt_attention`; keys are bytes [slots, kv_heads, 2 * head_dim + 4], values [slots, kv_heads, head_dim + 4], dense. head_dim: a multiple of 32, at
+/// most 256.
+void agentrt_attention_int(const AttentionShape* shape, const AttentionRuns* runs, const void* q, const void* k, const void* v, const void* cos,
+                           const void* sin, void* keys, void* values, void* out) {
     const Tensors tensors{q, k, v, cos, sin, keys, values, out};
     attend<IntKernel, IntMemory>(*shape, *runs, tensors);
 }
