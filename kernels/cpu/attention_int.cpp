@@ -139,7 +139,7 @@ private:
 #pragma GCC unroll 8
         for (int64_t i = 0; i < SEGMENT / LANES; i += 2)
             agentrt::store(parts + i * LANES, rounded(products[i], factor), rounded(products[i + 1], factor));
-        memory_.part_scales[size_t(head)] = largest / MOST_16;
+        memory_.part_scales[size_t(head)] = 1.0f / factor;
     }
 
     template <Pass PASS, class Then>

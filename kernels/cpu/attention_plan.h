@@ -15,7 +15,7 @@ struct AttentionShape {
     int64_t heads, kv_heads, head_dim;
     int64_t q_stride, k_stride, v_stride;
     int64_t q_bfloat16;               // else float32
-    int64_t kv_kind;                  // 0: float32, 1: bfloat16, 2: float16
+    int64_t kv_kind;                  // 0: float32, 1: bfloat16, 2: float16; whole numbers have a kernel of their own
     int64_t window;                   // 0: all
     int64_t threads;
     double scale, softcap;  // softcap 0: none

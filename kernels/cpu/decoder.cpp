@@ -11,7 +11,7 @@
 
 extern "C" {
 
-/// Functions of linear.cpp, attention.cpp and fused.cpp, which say what they take.
+/// Functions of linear.cpp, of attention.cpp or attention_int.cpp, and of fused.cpp, which say what they take.
 struct DecoderKernels {
     void (*linear)(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, int minima,
                    const float* bias, float* y, int64_t y_stride, int64_t outputs, int threads);

@@ -287,6 +287,8 @@ def test_a_nan_reaches_the_answers_that_saw_it_and_no_others(kv_dtype: torch.dty
         got = case.attend(native(), AttentionSpec(0.1))
         assert got[30, 0].isnan().any()
         assert got[60:].isfinite().all()
+        if kv_dtype == torch.int8:  # in floats, weights of 0 times a NaN in the same panel are NaN
+            assert got[:30].isfinite().all()
 
 
 def test_activations_in_float16_go_to_the_operators() -> None:
