@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from agentrt import Engine, SamplingParams
+from agentrt.attention.native_cpu import NativeAttention, cpu_attention
 from agentrt.config import EngineConfig
 from agentrt.engine import assembly
 from agentrt.engine.assembly import build_engine
@@ -38,3 +41,21 @@ def test_few_bits_need_triton_on_a_gpu(tiny_model, monkeypatch):
     config = EngineConfig(model=str(tiny_model), dtype="int4", device="cuda", threads=1)
     with pytest.raises(UserError, match=r"pip install 'agentrt\[triton\]'"):
         build_engine(config, tiny_model, load_tokenizer(str(tiny_model)))
+
+
+@pytest.mark.skipif(not isinstance(cpu_attention(), NativeAttention), reason="no native kernels here: no compiler, or AGENTRT_NATIVE=0")
+@pytest.mark.parametrize(
+    ("attention", "head_dim", "bits", "device", "expected"),
+    [
+        ("auto", 64, 4, "cpu", torch.int8),
+        ("auto", 256, 8, "cpu", torch.int8),
+        ("auto", 80, 4, "cpu", torch.float16),  # no whole vectors
+        ("auto", 288, 4, "cpu", torch.float16),  # sums of so many would leave queries few bits
+        ("torch", 64, 4, "cpu", torch.float16),
+        ("auto", 64, None, "cpu", torch.float32),
+        ("auto", 64, 4, "cuda", torch.float32),
+    ],
+)
+def test_keys_and_values_are_whole_numbers_where_a_kernel_takes_them(attention, head_dim, bits, device, expected):
+    model = SimpleNamespace(config=SimpleNamespace(head_dim=head_dim))
+    assert assembly._kv_dtype(attention, model, torch.float32, bits, torch.device(device)) == expected

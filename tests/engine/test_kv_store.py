@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from agentrt.attention.torch_cpu import narrowed, widened
 from agentrt.engine.kv_store import KVStore
 from agentrt.errors import UserError
 from agentrt.models.config import ModelConfig
@@ -27,6 +28,20 @@ def test_copies_slots_in_every_layer_even_onto_themselves() -> None:
     for layer in range(3):
         for place, tensor in enumerate(store[layer]):
             assert (tensor[:, 1, 3] - 100 * layer - 10 * place).tolist() == [0, 1, 1, 2, 4, 5, 6, 3]
+
+
+def test_a_store_of_whole_numbers_has_room_for_scales_and_copies_them() -> None:
+    store = KVStore(SHAPE, 8, torch.int8)
+    assert store.bytes_per_token == 3 * 2 * ((2 * 4 + 4) + (4 + 4))
+    heads = torch.randn(3, 2, 4)
+    for layer in range(3):
+        for tensor in store[layer]:
+            tensor[1:4] = narrowed(heads * (layer + 1), tensor)
+    store.copy(torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7]))
+    for layer in range(3):
+        for tensor in store[layer]:
+            assert torch.equal(tensor[5:], tensor[1:4])
+            torch.testing.assert_close(widened(tensor[5:], heads), heads * (layer + 1), atol=0.05, rtol=0.05)
 
 
 def test_a_large_store_costs_nothing_until_it_is_used() -> None:
