@@ -52,7 +52,8 @@ _HERE = Path(__file__).parent
 #: What decides how a matrix is quantised and packed, from the model's files to the kernel: a change in one of these is another layout.
 _PACKERS = (
     *(_HERE / name for name in ("packed_weights.py", "linear.py", "loader.py", "gguf_blocks.py", "quantized_checkpoint.py")),
-    *(SOURCES.parent / "quantized_linear.py", SOURCES / "linear.cpp", SOURCES / "simd.h"),
+    SOURCES.parent / "quantized_linear.py",
+    *sorted(SOURCES.glob("linear*")),
 )
 
 _Matrices = dict[str, list[PackedWeight]]  # the parts of each, by its name

@@ -1,0 +1,173 @@
+// Rows of activations put into 8 bits, in the order in which the dot products of `linear_dots.h` read them: each group of a row has a scale of its own.
+// What a row becomes depends on nothing but the row.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "linear_lanes.h"
+
+namespace agentrt {
+namespace {
+
+constexpr int STEPS = GROUP / TOGETHER;  // of a group
+#if defined(ISA_AVX2)
+constexpr int Q_BYTES = 2 * GROUP;  // of a row's group: with weights of 4 bits each pair of bytes twice, with weights of 8 bits in 16 bits
+#else
+constexpr int Q_BYTES = GROUP;
+#endif
+
+// Rows quantised to 8 bits for weights of 4 or of 8 bits. Memory of the calling thread, kept for its next call.
+struct Activations {
+    int bits = 0, groups = 0;
+    std::vector<int8_t> q;       // [row][group], Q_BYTES each
+    std::vector<int32_t> start;  // [row][group]: what a sum in a lane begins with
+    std::vector<float> scale;    // [row][group]
+    std::vector<float> total;    // [row][group]: scale * sum of q
+
+    void resize(int64_t rows, int group_count, int weight_bits) {
+        bits = weight_bits;
+        groups = group_count;
+        const size_t count = size_t(rows) * groups;
+        if (scale.size() < count) {
+            q.resize(count * Q_BYTES);
+            start.resize(count);
+            scale.resize(count);
+            total.resize(count);
+        }
+    }
+};
+
+// What a lane's sum begins with, for the sum of a row's q: 4-bit weights are less by 8 than they are stored.
+inline int32_t start_of(int bits, int32_t sum) {
+#if defined(ISA_AVX2)  // two lanes of 16 bits, which hold every final sum and may overflow on the way there
+    return bits == 4 ? int32_t(uint32_t(uint16_t(-8 * sum)) * 0x10001u) : 0;
+#elif defined(ISA_VNNI)  // the instruction wants one side unsigned, so 8-bit weights get 128 added
+    return sum * (bits == 4 ? -8 : -128);
+#else
+    return bits == 4 ? -8 * sum : 0;
+#endif
+}
+
+// A group's largest magnitude becomes 127. Where something is not finite the scale is NaN, and so is the result; where the
+// largest is so small that its inverse is not finite, all are 0.
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+constexpr int TURN = 8;  // groups that are quantised together
+
+// Lane i is what comes of all lanes of v[i].
+template <class Operation>
+inline __m256i across(const __m256i (&v)[8], Operation operation) {
+    __m256i four[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m256i* u = v + 4 * i;
+        const __m256i a = operation(_mm256_unpacklo_epi32(u[0], u[1]), _mm256_unpackhi_epi32(u[0], u[1]));
+        const __m256i b = operation(_mm256_unpacklo_epi32(u[2], u[3]), _mm256_unpackhi_epi32(u[2], u[3]));
+        four[i] = operation(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    }
+    return operation(_mm256_permute2x128_si256(four[0], four[1], 0x20), _mm256_permute2x128_si256(four[0], four[1], 0x31));
+}
+
+inline __m256i largest_of(const float* x) {
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m256i most = _mm256_setzero_si256();  // magnitudes compare as their bits do, and NaN is above all
+    for (int i = 0; i < GROUP; i += 8) most = _mm256_max_epi32(most, _mm256_castps_si256(_mm256_and_ps(_mm256_loadu_ps(x + i), magnitude)));
+    return most;
+}
+
+inline __m256i rounded(const float* x, float inverse) {
+    __m256i whole[4];
+    for (int i = 0; i < 4; ++i) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i * 8), _mm256_set1_ps(inverse)));
+    // Packing works in halves of a vector; the permutation puts the fours back in their order.
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+// Writes q as the dot products for weights of so many bits read it.
+inline void write_q(__m256i q, int bits, int8_t* to) {
+    auto write = [](int8_t* p, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); };
+#if defined(ISA_AVX2)
+    if (bits == 4) {
+        const __m256i first = _mm256_unpacklo_epi16(q, q), second = _mm256_unpackhi_epi16(q, q);
+        write(to, _mm256_permute2x128_si256(first, second, 0x20));
+        write(to + 32, _mm256_permute2x128_si256(first, second, 0x31));
+    } else {
+        write(to, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(q)));
+        write(to + 32, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(q, 1)));
+    }
+#else
+    (void)bits;
+    write(to, q);
+#endif
+}
+
+// TURN groups at most, whole ones.
+void quantise_groups(const float* x, int count, Activations& to, size_t at) {
+    alignas(32) float inverse[TURN], scale[TURN];
+    alignas(32) int32_t finite[TURN], sum[TURN];
+    __m256i lanes[TURN] = {};
+    for (int group = 0; group < count; ++group) lanes[group] = largest_of(x + group * GROUP);
+    const __m256i most = across(lanes, [](__m256i a, __m256i b) { return _mm256_max_epi32(a, b); });
+    const __m256i known = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), most);
+    const __m256 largest = _mm256_castsi256_ps(most), full = _mm256_set1_ps(127.0f);
+    const __m256 inverses = _mm256_div_ps(full, largest), limit = _mm256_set1_ps(std::numeric_limits<float>::max());
+    const __m256 nan = _mm256_set1_ps(std::numeric_limits<float>::quiet_NaN());
+    _mm256_store_ps(inverse, _mm256_and_ps(inverses, _mm256_cmp_ps(inverses, limit, _CMP_LE_OQ)));
+    _mm256_store_ps(scale, _mm256_blendv_ps(nan, _mm256_div_ps(largest, full), _mm256_castsi256_ps(known)));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(finite), known);
+    for (int group = 0; group < count; ++group) {
+        const __m256i q = _mm256_and_si256(rounded(x + group * GROUP, inverse[group]), _mm256_set1_epi32(finite[group]));
+        write_q(q, to.bits, &to.q[(at + group) * Q_BYTES]);
+        lanes[group] = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), q), _mm256_set1_epi16(1));
+    }
+    const __m256i sums = across(lanes, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
+    _mm256_store_si256(reinterpret_cast<__m256i*>(sum), sums);
+    for (int group = 0; group < count; ++group) {
+        to.scale[at + group] = scale[group];
+        to.start[at + group] = start_of(to.bits, sum[group]);
+        to.total[at + group] = scale[group] * float(sum[group]);
+    }
+}
+
+#else
+
+constexpr int TURN = 1;
+
+void quantise_groups(const float* x, int, Activations& to, size_t at) {
+    int32_t bits[GROUP], most = 0, sum = 0;
+    std::memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < GROUP; ++i) most = std::max(most, bits[i] & 0x7fffffff);
+    float largest;
+    std::memcpy(&largest, &most, sizeof largest);
+    const bool finite = most < 0x7f800000;
+    const float inverse = finite && 127.0f / largest <= std::numeric_limits<float>::max() ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < GROUP; ++i) {
+        const int32_t value = inverse > 0 ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
+        to.q[at * Q_BYTES + i] = int8_t(value);
+        sum += value;
+    }
+    to.scale[at] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+    to.start[at] = start_of(to.bits, sum);
+    to.total[at] = to.scale[at] * float(sum);
+}
+
+#endif
+
+void quantise_row(const float* x, int64_t inputs, Activations& to, int64_t row) {
+    const int whole = int(inputs / GROUP), rest = int(inputs % GROUP);
+    const size_t at = size_t(row) * to.groups;
+    for (int group = 0; group < whole; group += TURN) quantise_groups(x + group * GROUP, std::min(TURN, whole - group), to, at + group);
+    if (rest) {
+        float padded[GROUP] = {};
+        std::memcpy(padded, x + whole * GROUP, sizeof(float) * rest);
+        quantise_groups(padded, 1, to, at + whole);
+    }
+}
+
+}  // namespace
+}  // namespace agentrt

@@ -1,0 +1,137 @@
+// The dot products of one group: ROWS rows with the outputs of a block, exact, in integers. Written three times: AVX-512 with VNNI, AVX2, and plain C.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "linear_activations.h"
+
+namespace agentrt {
+namespace {
+
+// A tile's activations: rows apart by so many groups.
+struct Rows {
+    const int8_t* q;
+    const int32_t* start;
+    const float *scale, *total;
+    size_t stride;
+    Rows from(int group) const { return {q + group * Q_BYTES, start + group, scale + group, total + group, stride}; }
+    const void* inputs(int row, int step) const { return q + row * stride * Q_BYTES + step * (Q_BYTES / STEPS); }
+};
+
+#if defined(ISA_VNNI)
+
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
+    __m512i sums[ROWS];
+    for (int r = 0; r < ROWS; ++r) sums[r] = _mm512_set1_epi32(x.start[r * x.stride]);
+    auto step = [&](int t, __m512i w) {
+        for (int r = 0; r < ROWS; ++r) {
+            int32_t four;
+            std::memcpy(&four, x.inputs(r, t), 4);
+            sums[r] = _mm512_dpbusd_epi32(sums[r], w, _mm512_set1_epi32(four));
+        }
+    };
+    const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(char(0x80));
+    if constexpr (BITS == 4) {
+        for (int t = 0; t < STEPS / 2; ++t) {
+            const __m512i both = _mm512_loadu_si512(weights + t * 64);
+            step(t, _mm512_and_si512(both, low));
+            step(t + STEPS / 2, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+        }
+    } else {
+        for (int t = 0; t < STEPS; ++t) step(t, _mm512_xor_si512(_mm512_loadu_si512(weights + t * 64), sign));
+    }
+    for (int r = 0; r < ROWS; ++r) _mm512_storeu_si512(result[r], sums[r]);
+}
+
+#elif defined(ISA_AVX2)
+
+inline __m256i bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+inline __m256i broadcast(const void* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+}
+
+inline __m256i unpacked(__m256i both, bool upper) { return _mm256_and_si256(upper ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15)); }
+
+// One vector is two inputs of 16 outputs. The sum of 32 products of q - 8, at most 32 * 8 * 127, fits 16 bits.
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int16_t (&result)[ROWS][OUTPUTS]) {
+    constexpr int PARTS = OUTPUTS / 16;
+    __m256i sums[ROWS][PARTS];
+    for (int r = 0; r < ROWS; ++r)
+        for (int part = 0; part < PARTS; ++part) sums[r][part] = broadcast(x.start + r * x.stride);
+#pragma GCC unroll 16
+    for (int t = 0; t < STEPS; ++t) {
+        __m256i w[PARTS], products[PARTS];
+        for (int part = 0; part < PARTS; ++part) {
+            w[part] = unpacked(bytes(weights + (t % (STEPS / 2) * PARTS + part) * 32), t >= STEPS / 2);
+            keep(w[part]);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            const __m256i a = broadcast(x.inputs(r, t));
+            for (int part = 0; part < PARTS; ++part) products[part] = _mm256_maddubs_epi16(w[part], a);
+            for (int part = 0; part < PARTS; ++part) {
+                sums[r][part] = _mm256_add_epi16(sums[r][part], products[part]);
+                keep(sums[r][part]);
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int part = 0; part < PARTS; ++part) _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r] + part * 16), sums[r][part]);
+}
+
+// 8 bits are widened to 16: one vector is two inputs of eight outputs.
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
+    static_assert(BITS == 8 && OUTPUTS == 16);
+    __m256i low[ROWS], high[ROWS];
+    for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
+    auto widened = [](const uint8_t* p) {
+        __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        keep(wide);
+        return wide;
+    };
+#pragma GCC unroll 16
+    for (int t = 0; t < STEPS; ++t) {
+        const __m256i w0 = widened(weights + t * 32), w1 = widened(weights + t * 32 + 16);
+        for (int r = 0; r < ROWS; ++r) {
+            const __m256i a = broadcast(x.inputs(r, t));
+            low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(w0, a));
+            high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(w1, a));
+            keep(low[r]);
+            keep(high[r]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r]), low[r]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r] + 8), high[r]);
+    }
+}
+
+#else
+
+template <int BITS, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
+    constexpr int LINE = OUTPUTS * TOGETHER;
+    for (int r = 0; r < ROWS; ++r)
+        for (int lane = 0; lane < OUTPUTS; ++lane) result[r][lane] = x.start[r * x.stride];
+    for (int t = 0; t < STEPS; ++t) {
+        int8_t w[LINE];
+        const uint8_t* line = weights + (BITS == 4 ? t % (STEPS / 2) : t) * LINE;
+        for (int i = 0; i < LINE; ++i) w[i] = int8_t(BITS == 8 ? line[i] : t < STEPS / 2 ? line[i] & 15 : line[i] >> 4);
+        for (int r = 0; r < ROWS; ++r) {
+            const auto* a = static_cast<const int8_t*>(x.inputs(r, t));
+            for (int lane = 0; lane < OUTPUTS; ++lane)
+                for (int i = 0; i < TOGETHER; ++i) result[r][lane] += int32_t(w[lane * TOGETHER + i]) * a[i];
+        }
+    }
+}
+
+#endif
+
+}  // namespace
+}  // namespace agentrt
