@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
 from agentrt.models.config import DecoderConfig, ModelConfig
 from agentrt.models.linear import Linear, LinearFactory, dense
-from agentrt.models.native_layers import LayerParts, native_layers
+from agentrt.models.native_layers import Ends, LayerParts, native_layers
 from agentrt.models.native_rows import NativeRows
 from agentrt.models.rotary import Rotary, rotate
 from agentrt.models.row_ops import Norm, RowOps, row_ops
@@ -83,7 +83,8 @@ class Decoder:
         self._layers = tuple(_layer(config, flags, weights, linear, rows, index) for index in range(config.layers))
         self._norm = _norm(flags, weights["model.norm.weight"], rows)
         plain = isinstance(rows, NativeRows) and self.dtype == torch.float32
-        self.native = native_layers(config, [_plain(layer) for layer in self._layers], self._norm.weight, flags.eps) if plain else None
+        ends = Ends(self._embedding, self._embedding_scale, self._rope, self._local_rope or self._rope, self._norm.weight, flags.eps)
+        self.native = native_layers(config, [_plain(layer) for layer in self._layers], ends) if plain else None
         head = self._embedding if flags.tied else weights["lm_head.weight"]
         self._head = linear("lm_head", head, None)
 
@@ -112,14 +113,9 @@ class Decoder:
             Hidden states behind the last norm, [rows, width], in the order of `wanted`.
         """
         kept = wanted if wanted is not None and len(wanted) < len(token_ids) else None  # None: there is nothing to leave out
-        hidden = self._embedding.index_select(0, token_ids)
-        if self._embedding_scale != 1.0:
-            hidden.mul_(self._embedding_scale)
-        angles = self._rope.angles(positions, self.dtype)
-        local = angles if self._local_rope is None else self._local_rope.angles(positions, self.dtype)
-        done = None if self.native is None else self.native.forward(hidden, angles, local, batch, attention, store, kept)
+        done = None if self.native is None else self.native.forward(token_ids, positions, batch, attention, store, kept)
         if done is None:
-            done = self._layer_by_layer(hidden, angles, local, batch, attention, store, kept)
+            done = self._layer_by_layer(token_ids, positions, batch, attention, store, kept)
         return done if wanted is None or kept is not None else done.index_select(0, wanted)
 
     @torch.inference_mode()
@@ -138,14 +134,18 @@ class Decoder:
 
     def _layer_by_layer(
         self,
-        hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
-        local: tuple[Tensor, Tensor],
+        token_ids: Tensor,
+        positions: Tensor,
         batch: AttentionBatch,
         attention: Attention,
         store: LayeredStore,
         wanted: Tensor | None,
     ) -> Tensor:
+        hidden = self._embedding.index_select(0, token_ids)
+        if self._embedding_scale != 1.0:
+            hidden.mul_(self._embedding_scale)
+        angles = self._rope.angles(positions, self.dtype)
+        local = angles if self._local_rope is None else self._local_rope.angles(positions, self.dtype)
         changed: Tensor | None = None  # what the layer before adds; added where it is normed next
         for index, layer in enumerate(self._layers):
             normed = layer.before_attention(hidden) if changed is None else layer.before_attention.after_adding(hidden, changed)

@@ -1,8 +1,9 @@
-"""All layers of a decoder in one call of `kernels/cpu/decoder.cpp`, for models whose matrices have few bits, on a CPU.
+"""A decoder from token ids to its last norm in one call of `kernels/cpu/decoder.cpp`, for models whose matrices have few bits, on a CPU.
 
-It is the loop of `agentrt.models.decoder.Decoder.forward` without Python between its calls: the same kernels on the same
-numbers, so the same bits. `native_layers` answers None for what it does not know (norms of single heads, norms behind
-attention, matrices in float), and `forward` answers None for an attention that is not the native one; then the decoder goes layer by layer.
+It is what `agentrt.models.decoder.Decoder.forward` does, without Python between its calls: the same kernels on the same numbers, and
+embeddings and angles from the same tables, so the same bits. `native_layers` answers None for what it does not know (norms of single heads,
+norms behind attention, matrices in float), and `forward` answers None for an attention that is not the native one; then the decoder goes
+layer by layer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,7 @@ from agentrt.kernels.quantized_linear import NativeLinear
 from agentrt.models.config import ModelConfig
 from agentrt.models.linear import Linear, parts
 from agentrt.models.native_rows import KINDS
+from agentrt.models.rotary import Rotary
 
 if TYPE_CHECKING:
     from agentrt.models.decoder import LayeredStore
@@ -68,11 +71,19 @@ class _Shape(ctypes.Structure):
     """`DecoderShape` of the kernel."""
 
     _fields_ = (
-        *((name, _LONG) for name in ("layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "activation", "threads")),
+        *((name, _LONG) for name in ("layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "vocabulary", "activation", "threads")),
         ("eps", ctypes.c_double),
+        ("embedding_scale", ctypes.c_double),
+        ("embedding", _POINTER),
         ("norm", _POINTER),
         ("layer", _POINTER),
     )
+
+
+class _Tokens(ctypes.Structure):
+    """`DecoderTokens` of the kernel."""
+
+    _fields_ = (("count", _LONG), ("ids", _POINTER), ("positions", _POINTER), ("angles", _POINTER), ("reach", _LONG))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,26 @@ class LayerParts:
     matrices: tuple[Linear, Linear, Linear, Linear]
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What is before the layers and behind them.
+
+    Attributes:
+        embedding: [vocabulary, width].
+        embedding_scale: Factor on it.
+        rope, local_rope: Angles of layers that see all, and of local ones.
+        norm: Weight of the last norm.
+        eps: Of all norms.
+    """
+
+    embedding: Tensor
+    embedding_scale: float
+    rope: Rotary
+    local_rope: Rotary
+    norm: Tensor
+    eps: float
+
+
 class NativeLayers:
     """A model's layers, ready to be called.
 
@@ -99,21 +130,19 @@ class NativeLayers:
         seconds: What all calls so far took: linears, attention, norms with activations.
     """
 
-    def __init__(self, libraries: dict[str, ctypes.CDLL], config: ModelConfig, layers: Sequence[LayerParts], norm: Tensor, eps: float) -> None:
+    def __init__(self, libraries: dict[str, ctypes.CDLL], config: ModelConfig, layers: Sequence[LayerParts], ends: Ends) -> None:
         """Writes down where everything is; `native_layers` says for what.
 
         Args:
             libraries: By the names of their sources.
             config: The model's.
             layers: In order.
-            norm: Weight of the last norm.
-            eps: Of all norms.
+            ends: What is around them.
         """
         flags = config.decoder
         assert flags is not None  # `native_layers` has looked
         self._run = libraries["decoder"].agentrt_decoder
-        self._run.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, *[_POINTER] * 6)
-        self._run.restype = None
+        self._run.argtypes, self._run.restype = (_POINTER,) * 8, _LONG
         self._kernels = _Kernels(
             **{field: ctypes.cast(getattr(libraries[name], function), _POINTER).value for field, name, function in _FUNCTIONS}
         )
@@ -122,13 +151,18 @@ class NativeLayers:
         self._matrices = [(_Matrix * len(matrices))(*matrices) for matrices in found]
         self._layers = (_Layer * len(layers))(*map(self._layer, layers, self._matrices))
         heads = (config.heads, config.kv_heads, config.head_dim)
-        self._norm = norm
-        self._shape = _Shape(
-            len(layers), flags.width, *heads, flags.mlp_width, KINDS[flags.activation], 0, eps, norm.data_ptr(), ctypes.addressof(self._layers)
-        )
+        self._ends = ends
+        sizes = (len(layers), flags.width, *heads, flags.mlp_width, len(ends.embedding), KINDS[flags.activation], 0)
+        places = (ends.embedding.data_ptr(), ends.norm.data_ptr(), ctypes.addressof(self._layers))
+        self._shape = _Shape(*sizes, ends.eps, ends.embedding_scale, *places)
         memory = libraries["decoder"].agentrt_decoder_memory
         memory.argtypes, memory.restype = (_POINTER,), _LONG
-        self._memory = memory(ctypes.addressof(self._shape))
+        self._token_floats = memory(ctypes.addressof(self._shape))
+        self._memory = torch.empty(0)
+        self._tables: tuple[Tensor, ...] = ()
+        self._angles, self._reach = (_POINTER * 4)(), 0  # where they are, and how many positions they have
+        # What never changes from call to call, as the kernel takes it.
+        self._fixed = (ctypes.addressof(self._kernels), ctypes.addressof(self._shape))
         self._placed: tuple[NativeAttention | None, LayeredStore | None, int] = (None, None, 0)
         self._seconds = (ctypes.c_double * 3)()
 
@@ -139,36 +173,46 @@ class NativeLayers:
         return linears, attention, rows
 
     def forward(
-        self,
-        hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
-        local: tuple[Tensor, Tensor],
-        batch: AttentionBatch,
-        attention: Attention,
-        store: LayeredStore,
-        wanted: Tensor | None,
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, attention: Attention, store: LayeredStore, wanted: Tensor | None
     ) -> Tensor | None:
         """Runs all layers.
 
         Args:
-            hidden: Embeddings, [tokens, width]; changed, if anything is answered.
-            angles, local: Cosines and sines of the new tokens, for layers that see all and for local ones.
-            batch, attention, store: As for `Decoder.forward`.
+            token_ids, positions, batch, attention, store: As for `Decoder.forward`.
             wanted: int64 [rows], fewer than there are tokens, in any order; None: all.
 
         Returns:
             [rows, width], behind the last norm; None if the attention is not the native one.
+
+        Raises:
+            IndexError: A token's id is not the model's, or its position is beyond its sequence.
         """
-        if not isinstance(attention, NativeAttention) or not attention.knows(hidden, store[0]):
+        if not isinstance(attention, NativeAttention) or not attention.knows(self._ends.embedding, store[0]):
             return None
         self._place(attention, store)
-        tokens = hidden.shape[0]
-        memory, out = torch.empty(tokens * self._memory), hidden.new_empty(tokens if wanted is None else len(wanted), hidden.shape[1])
-        turns = (_POINTER * 4)(*(tensor.data_ptr() for tensor in (*angles, *local)))
+        self._reach_to(max(map(add, batch.context_lengths, batch.query_lengths)))
+        tokens, width = len(token_ids), self._ends.embedding.shape[1]
+        if tokens * self._token_floats > len(self._memory):
+            self._memory = torch.empty(tokens * self._token_floats)
+        out = torch.empty((tokens if wanted is None else len(wanted), width))
+        given = _Tokens(tokens, token_ids.data_ptr(), positions.data_ptr(), ctypes.addressof(self._angles), self._reach)
         asked = None if wanted is None else ctypes.byref(_Wanted(attention.runs(batch.only(wanted)), wanted.data_ptr(), len(wanted)))
-        places = (hidden.data_ptr(), turns, memory.data_ptr(), out.data_ptr(), self._seconds)
-        self._run(ctypes.addressof(self._kernels), ctypes.addressof(self._shape), attention.runs(batch), tokens, asked, *places)
+        places = (self._memory.data_ptr(), out.data_ptr(), self._seconds)
+        wrong = self._run(*self._fixed, ctypes.byref(given), attention.runs(batch), asked, *places)
+        if wrong >= 0:
+            raise IndexError(
+                f"token {wrong} of a step has id {token_ids[wrong]} and position {positions[wrong]}; the model has {self._shape.vocabulary} ids,"
+                f" and the step's longest sequence is below position {self._reach}"
+            )
         return out
+
+    def _reach_to(self, reach: int) -> None:
+        """Makes sure that the angles of all positions below `reach` are known."""
+        if reach <= self._reach:
+            return
+        self._tables = (*self._ends.rope.table(reach), *self._ends.local_rope.table(reach))
+        self._angles[:] = [table.data_ptr() for table in self._tables]
+        self._reach = min(map(len, self._tables))
 
     def _layer(self, layer: LayerParts, matrices: ctypes.Array[_Matrix]) -> _Layer:
         counts = (_LONG * 4)(*(len(parts(matrix)) for matrix in layer.matrices))
@@ -192,20 +236,20 @@ class NativeLayers:
         self._placed = (attention, store, threads)
 
 
-def native_layers(config: ModelConfig, layers: Sequence[LayerParts | None], norm: Tensor, eps: float) -> NativeLayers | None:
+def native_layers(config: ModelConfig, layers: Sequence[LayerParts | None], ends: Ends) -> NativeLayers | None:
     """The layers in native calls, if this is a model and a machine for it; see `NativeLayers` for arguments.
 
     Args:
-        config, norm, eps: As for `NativeLayers`.
+        config, ends: As for `NativeLayers`.
         layers: None for a layer that has more to it than `LayerParts` can say.
     """
     flags = config.decoder
-    known = [layer for layer in layers if layer is not None and _held(layer) and norm.dtype == torch.float32]
+    known = [layer for layer in layers if layer is not None and _held(layer) and ends.norm.dtype == torch.float32 and ends.embedding.is_contiguous()]
     if len(known) != len(layers) or flags is None or flags.activation not in KINDS:
         return None
     libraries = {name: load(name) for name in ("linear", "fused", "decoder")}
     loaded = {name: library for name, library in libraries.items() if library is not None}
-    return NativeLayers(loaded, config, known, norm, eps) if len(loaded) == len(libraries) else None
+    return NativeLayers(loaded, config, known, ends) if len(loaded) == len(libraries) else None
 
 
 def _held(layer: LayerParts) -> bool:

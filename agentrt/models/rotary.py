@@ -29,6 +29,19 @@ class Rotary:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies, self.scale = _scaled(config, 1.0 / config.theta**exponents, head_dim)
         self.frequencies = frequencies.to(device)
+        self._table = self._angles(torch.arange(0, device=device))
+
+    def table(self, reach: int) -> tuple[Tensor, Tensor]:
+        """The angles of all positions below `reach`, and perhaps more, in float32: what was worked out once is kept.
+
+        Returns:
+            Cosines, and sines whose first half is negated: two tensors [at least reach, 1, head_dim], positions one after the other.
+        """
+        known = len(self._table[0])
+        if reach > known:
+            more = self._angles(torch.arange(known, max(reach, 2 * known), device=self.frequencies.device))
+            self._table = torch.cat((self._table[0], more[0])), torch.cat((self._table[1], more[1]))
+        return self._table
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines, and sines whose first half is negated, of a step.
@@ -40,11 +53,18 @@ class Rotary:
         Returns:
             Two tensors [tokens, 1, head_dim].
         """
+        if positions.is_cpu:  # a look costs less than the functions, and every step finds the same bits
+            cos, sin = (table.index_select(0, positions) for table in self.table(int(positions.max()) + 1))
+        else:
+            cos, sin = self._angles(positions)
+        return cos.to(dtype), sin.to(dtype)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None].float() * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:
             cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

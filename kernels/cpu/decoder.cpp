@@ -1,4 +1,4 @@
-// The layers of a decoder, one after the other, in one call: what is done in which order, and how long each kind took.
+// A decoder from token ids to what its last norm gives, in one call: what is done in which order, and how long each kind took.
 //
 // The work itself is the other kernels': their functions are handed in, so this file has no arithmetic, and a step computed
 // here is, bit for bit, what those functions give when each is called by itself. What is saved is a few hundred calls from
@@ -39,11 +39,20 @@ struct DecoderLayer {
 };
 
 struct DecoderShape {
-    int64_t layers, width, heads, kv_heads, head_dim, mlp_width;
+    int64_t layers, width, heads, kv_heads, head_dim, mlp_width, vocabulary;
     int64_t activation, threads;  // activation as in agentrt_gate
-    double eps;
-    const float* norm;  // weight of the last norm
+    double eps, embedding_scale;
+    const float* embedding;  // [vocabulary, width]
+    const float* norm;       // weight of the last norm
     const DecoderLayer* layer;
+};
+
+/// What a step is about.
+struct DecoderTokens {
+    int64_t count;
+    const int64_t *ids, *positions;  // [count]
+    const float* const* angles;      // cosines and sines for all layers, then for local ones: each [reach, head_dim], by position
+    int64_t reach;
 };
 
 /// What is asked of the last layer, if it is not all.
@@ -56,7 +65,7 @@ struct DecoderWanted {
 
 namespace {
 
-enum Kind { LINEARS, ATTENTION, ROWS, KINDS };
+enum Kind { LINEARS, ATTENTION, ROWS };
 
 /// Adds what passes to one kind of work after the other.
 class Clock {
@@ -76,10 +85,12 @@ private:
 
 class Step {
 public:
-    Step(const DecoderKernels& kernels, const DecoderShape& shape, int64_t tokens, float* hidden, float* memory, double* seconds)
-        : kernels_(kernels), shape_(shape), rows_(tokens), threads_(int(shape.threads)), hidden_(hidden), clock_(seconds) {
+    Step(const DecoderKernels& kernels, const DecoderShape& shape, int64_t tokens, float* memory, double* seconds)
+        : kernels_(kernels), shape_(shape), rows_(tokens), threads_(int(shape.threads)), clock_(seconds) {
         qkv_width_ = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
-        normed_ = memory;
+        hidden_ = memory;
+        for (int64_t i = 0; i < ANGLES; ++i) angles_[i] = hidden_ + tokens * (shape.width + i * shape.head_dim);
+        normed_ = hidden_ + tokens * (shape.width + ANGLES * shape.head_dim);
         changed_ = normed_ + tokens * shape.width;
         qkv_ = changed_ + tokens * shape.width;
         attended_ = qkv_ + tokens * qkv_width_;
@@ -87,7 +98,8 @@ public:
         gated_ = gate_up_ + tokens * 2 * shape.mlp_width;
     }
 
-    void run(const void* runs, const DecoderWanted* wanted, const float* const* angles, float* out) {
+    void run(const void* runs, const DecoderWanted* wanted, const DecoderTokens& tokens, float* out) {
+        embed(tokens);
         const float* added = nullptr;  // what the layer before adds; added where it is normed next
         for (int64_t i = 0; i < shape_.layers; ++i) {
             const DecoderLayer& layer = shape_.layer[i];
@@ -95,7 +107,7 @@ public:
             norm(added, layer.before_attention, normed_);
             part = multiply(part, layer.parts[0], normed_, qkv_, qkv_width_);
             const bool some = wanted && i + 1 == shape_.layers;
-            attend(layer, some ? wanted->runs : runs, angles + 2 * layer.local);
+            attend(layer, some ? wanted->runs : runs);
             if (some) keep(*wanted);
             if (!rows_) return;
             part = multiply(part, layer.parts[1], attended_, changed_, shape_.width);
@@ -110,6 +122,19 @@ public:
     }
 
 private:
+    /// Each token's embedding, and the angles of its position.
+    void embed(const DecoderTokens& tokens) {
+        const float scale = float(shape_.embedding_scale);
+        for (int64_t row = 0; row < rows_; ++row) {
+            const float* from = shape_.embedding + tokens.ids[row] * shape_.width;
+            float* to = hidden_ + row * shape_.width;
+            for (int64_t i = 0; i < shape_.width; ++i) to[i] = from[i] * scale;
+            for (int64_t i = 0; i < ANGLES; ++i)
+                std::copy_n(tokens.angles[i] + tokens.positions[row] * shape_.head_dim, shape_.head_dim, angles_[i] + row * shape_.head_dim);
+        }
+        clock_.took(ROWS);
+    }
+
     /// From here on there are only the wanted rows. They fit where more rows were that nobody needs any more.
     void keep(const DecoderWanted& wanted) {
         auto gather = [&](float*& rows, int64_t width, float*& unused) {
@@ -135,7 +160,8 @@ private:
         return part;
     }
 
-    void attend(const DecoderLayer& layer, const void* runs, const float* const* angles) {
+    void attend(const DecoderLayer& layer, const void* runs) {
+        float* const* angles = angles_ + 2 * layer.local;
         const float *k = qkv_ + shape_.heads * shape_.head_dim, *v = k + shape_.kv_heads * shape_.head_dim;
         kernels_.attention(layer.shape, runs, qkv_, k, v, angles[0], angles[1], layer.keys, layer.values, attended_);
         clock_.took(ATTENTION);
@@ -145,6 +171,8 @@ private:
     const DecoderShape& shape_;
     int64_t rows_, qkv_width_;
     const int threads_;
+    static constexpr int64_t ANGLES = 4;  // cosines and sines, twice
+    float* angles_[ANGLES];               // [token][head_dim] each
     float *hidden_, *normed_, *changed_, *qkv_, *attended_, *gate_up_, *gated_;
     Clock clock_;
 };
@@ -155,16 +183,20 @@ extern "C" {
 
 /// Floats that a step needs beside its tensors, for each token.
 int64_t agentrt_decoder_memory(const DecoderShape* shape) {
-    return 2 * shape->width + (2 * shape->heads + 2 * shape->kv_heads) * shape->head_dim + 3 * shape->mlp_width;
+    return 3 * shape->width + (4 + 2 * shape->heads + 2 * shape->kv_heads) * shape->head_dim + 3 * shape->mlp_width;
 }
 
-/// Runs all layers and the last norm.
+/// Runs all layers and the last norm; answers -1, or, before anything is done, which token has an id or a position that there is not.
 ///
-/// runs: an AttentionRuns. wanted: null if all rows are. hidden [tokens, width]: embeddings; changed. angles: cosines and sines [tokens, head_dim] for all layers,
-/// then for local ones. memory: of `agentrt_decoder_memory` floats a token. out [wanted or tokens, width]. seconds [3]: what linears, attention,
-/// and norms with activations took is added to them.
-void agentrt_decoder(const DecoderKernels* kernels, const DecoderShape* shape, const void* runs, int64_t tokens, const DecoderWanted* wanted,
-                     float* hidden, const float* const* angles, float* memory, float* out, double* seconds) {
-    Step(*kernels, *shape, tokens, hidden, memory, seconds).run(runs, wanted, angles, out);
+/// runs: an AttentionRuns. wanted: null if all rows are. memory: of `agentrt_decoder_memory` floats a token. out [wanted or tokens, width].
+/// seconds [3]: what linears, attention, and what is done row by row took is added to them.
+int64_t agentrt_decoder(const DecoderKernels* kernels, const DecoderShape* shape, const DecoderTokens* tokens, const void* runs,
+                        const DecoderWanted* wanted, float* memory, float* out, double* seconds) {
+    for (int64_t i = 0; i < tokens->count; ++i) {
+        const bool known = 0 <= tokens->ids[i] && tokens->ids[i] < shape->vocabulary;
+        if (!known || tokens->positions[i] < 0 || tokens->positions[i] >= tokens->reach) return i;
+    }
+    Step(*kernels, *shape, tokens->count, memory, seconds).run(runs, wanted, *tokens, out);
+    return -1;
 }
 }
