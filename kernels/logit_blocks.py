@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 64
+#: In place of the likeliest token of a row that is not finite; the kernel's number.
+SPOILT = -2
 #: Below this, exp gives what float32 has no normal number for.
 _LIGHTEST = -87.0
 #: Logits whose weights are in memory at once.
 _PIECE = 1 << 20
-_NO_WORDS = np.empty((0, 0), dtype=np.uint32)
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -35,15 +36,18 @@ class LogitBlocks:
     Attributes:
         values: float32 [rows, blocks, 64]; -inf for tokens that cannot be chosen, also in rows that are not finite.
         tops: float32 [rows, blocks]: the largest of each block.
-        finite: bool [rows]: whether the model's logits were.
-        likeliest: int64 [rows]: the token with the largest logit, of equal ones the first; -1 where none may be chosen. Means nothing
-            in rows that are not finite.
+        likeliest: int64 [rows]: the token with the largest logit, of equal ones the first; -1 where none may be chosen, `SPOILT` where
+            the model's logits were not finite.
     """
 
     values: Tensor
     tops: Tensor
-    finite: Tensor
     likeliest: Tensor
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether the model's logits were: bool [rows]."""
+        return self.likeliest != SPOILT
 
 
 class LogitBlocker:
@@ -57,6 +61,7 @@ class LogitBlocker:
         """
         whole = pad(valid.cpu(), (0, -len(valid) % BLOCK))
         self._valid = np.packbits(whole.numpy(), bitorder="little").view(np.uint32)
+        self._valid_at = self._valid.ctypes.data
         self._invalid_ids = (~whole).nonzero()[:, 0]
 
     def blocks(self, logits: Tensor, masks: Sequence[NDArray[np.int32] | None]) -> LogitBlocks:
@@ -68,32 +73,32 @@ class LogitBlocker:
         """
         missing = -logits.shape[1] % BLOCK
         whole = pad(logits, (0, missing)) if missing else logits.contiguous()  # models nearly always have whole blocks
-        words, mask_of_row = _stacked(masks, len(self._valid))
-        library = _native() if logits.device.type == "cpu" else None
-        if library is None:
-            return self._by_torch(whole, words, mask_of_row)
-        return self._by_kernel(library, whole, words, mask_of_row)
+        stacked = _stacked(masks, len(self._valid))
+        library = _native() if logits.is_cpu else None
+        return self._by_torch(whole, stacked) if library is None else self._by_kernel(library, whole, stacked)
 
-    def _by_kernel(self, library: ctypes.CDLL, logits: Tensor, words: NDArray[np.uint32], mask_of_row: NDArray[np.int32]) -> LogitBlocks:
-        values = logits.view(len(logits), -1, BLOCK)
-        tops, finite = torch.empty(values.shape[:2]), torch.empty(len(logits), dtype=torch.bool)
-        likeliest = torch.empty(len(logits), dtype=torch.int64)
-        given = (logits.data_ptr(), self._valid.ctypes.data, words.ctypes.data, mask_of_row.ctypes.data)
-        library.agentrt_block_tops(*given, tops.data_ptr(), finite.data_ptr(), likeliest.data_ptr(), *values.shape[:2], torch.get_num_threads())
-        return LogitBlocks(values, tops, finite, likeliest)
+    def _by_kernel(self, library: ctypes.CDLL, logits: Tensor, stacked: _Stacked | None) -> LogitBlocks:
+        rows, width = logits.shape
+        tops, likeliest = torch.empty((rows, width // BLOCK)), torch.empty(rows, dtype=torch.int64)
+        masks = (None, None) if stacked is None else tuple(part.ctypes.data for part in stacked)
+        given = (logits.data_ptr(), self._valid_at, *masks, tops.data_ptr(), likeliest.data_ptr())
+        library.agentrt_block_tops(*given, rows, width // BLOCK, torch.get_num_threads())
+        return LogitBlocks(logits.view(rows, -1, BLOCK), tops, likeliest)
 
-    def _by_torch(self, logits: Tensor, words: NDArray[np.uint32], mask_of_row: NDArray[np.int32]) -> LogitBlocks:
+    def _by_torch(self, logits: Tensor, stacked: _Stacked | None) -> LogitBlocks:
         finite = _finite(logits)
         if len(self._invalid_ids):
             logits.index_fill_(1, self._invalid_ids.to(logits.device), -torch.inf)
-        if len(words):
+        if stacked is not None:
+            words, mask_of_row = stacked
             rows = torch.from_numpy(np.flatnonzero(mask_of_row >= 0)).to(logits.device)
             codes = torch.from_numpy(words.view(np.uint8)).to(logits.device).view(-1).int()
             added = _added(logits.device).index_select(0, codes).view(len(words), -1)
             logits.index_add_(0, rows, added)
         values = logits.view(len(logits), -1, BLOCK)
         tops = values.amax(-1)
-        return LogitBlocks(values, tops, finite, likeliest(values, tops).where(tops.amax(-1) > -torch.inf, -1))
+        found = likeliest(values, tops).where(tops.amax(-1) > -torch.inf, -1)
+        return LogitBlocks(values, tops, found.where(finite, SPOILT))
 
 
 def likeliest(values: Tensor, tops: Tensor) -> Tensor:
@@ -144,11 +149,15 @@ def _weights_by_torch(values: Tensor, tops: Tensor, index: Tensor, peaks: Tensor
     return torch.zeros(some.numel(), device=index.device).index_copy_(0, place, weights).view(some.shape)
 
 
-def _stacked(masks: Sequence[NDArray[np.int32] | None], width: int) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-    """The masks there are, uint32 [n, width], and which of them is each row's, int32 [rows], -1 for none."""
+#: The masks there are, uint32 [n, width], and which of them is each row's, int32 [rows], -1 for none.
+_Stacked = tuple[NDArray[np.uint32], NDArray[np.int32]]
+
+
+def _stacked(masks: Sequence[NDArray[np.int32] | None], width: int) -> _Stacked | None:
+    """None if there is no mask."""
     places = [index for index, mask in enumerate(masks) if mask is not None]
     if not places:
-        return _NO_WORDS, np.full(len(masks), -1, dtype=np.int32)
+        return None
     words, mask_of_row = np.zeros((len(places), width), dtype=np.uint32), np.full(len(masks), -1, dtype=np.int32)
     mask_of_row[places] = np.arange(len(places), dtype=np.int32)
     for row, place in zip(words, places, strict=True):
@@ -179,6 +188,6 @@ def _native() -> ctypes.CDLL | None:
     """The library with its function's types, or None."""
     library = load("logits")
     if library is not None:
-        for function, pointers in ((library.agentrt_block_tops, 7), (library.agentrt_block_weights, 6)):
+        for function, pointers in ((library.agentrt_block_tops, 6), (library.agentrt_block_weights, 6)):
             function.argtypes, function.restype = (*[_POINTER] * pointers, _LONG, _LONG, _INT), None
     return library

@@ -8,11 +8,13 @@ are also the reference. Invariant: a row's numbers depend on its own sequence al
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import sub
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrt.attention.base import Attention, AttentionBatch, AttentionSpec
@@ -62,12 +64,12 @@ class _Prepared:
     Attributes:
         runs: For the kernel.
         address: Of `runs`.
-        arrays: What it points to, kept alive; the batch keeps its slots.
+        numbers: What it points to, kept alive; the batch keeps its slots.
     """
 
     runs: _Runs
     address: int
-    arrays: tuple[NDArray[np.int64], ...]
+    numbers: array[int]
 
 
 class NativeAttention:
@@ -200,20 +202,21 @@ def _dense(heads: Tensor) -> Tensor:
 
 
 def _prepare(batch: AttentionBatch) -> _Prepared:
-    lengths = np.array(batch.query_lengths, dtype=np.int64)
-    attending = lengths if batch.attending is None else np.array(batch.attending, dtype=np.int64)
-    slots = np.array([slots.data_ptr() for slots in batch.slots], dtype=np.int64)
-    arrays = (
-        lengths.cumsum() - attending,
+    lengths, contexts, sharing = batch.query_lengths, batch.context_lengths, batch.shared
+    attending = lengths if batch.attending is None else batch.attending
+    ends = tuple(accumulate(lengths))
+    parts: tuple[Sequence[int], ...] = (
+        tuple(map(sub, ends, attending)),
         attending,
-        np.array(batch.context_lengths, dtype=np.int64) + lengths - attending,
-        slots,
-        np.array([len(members) for members, _ in batch.shared], dtype=np.int64),
-        np.array([member for members, _ in batch.shared for member in members], dtype=np.int64),
-        np.array([length for _, length in batch.shared], dtype=np.int64),
+        [context + length - some for context, length, some in zip(contexts, lengths, attending, strict=True)],
+        [slots.data_ptr() for slots in batch.slots],
+        [len(members) for members, _ in sharing],
+        [member for members, _ in sharing for member in members],
+        [length for _, length in sharing],
     )
-    first, queries, contexts, places, sizes, members, shared = (array.ctypes.data for array in arrays)
-    runs = _Runs(
-        len(lengths), int(lengths.sum()), first, queries, contexts, places, batch.new_slots.data_ptr(), len(batch.shared), sizes, members, shared
-    )
-    return _Prepared(runs, ctypes.addressof(runs), arrays)
+    numbers = array("q", chain(*parts))
+    start, _ = numbers.buffer_info()
+    begins = accumulate((numbers.itemsize * len(part) for part in parts), initial=start)
+    first, queries, before, places, sizes, members, shared, _ = begins
+    runs = _Runs(len(lengths), ends[-1], first, queries, before, places, batch.new_slots.data_ptr(), len(sharing), sizes, members, shared)
+    return _Prepared(runs, ctypes.addressof(runs), numbers)

@@ -29,6 +29,8 @@ def shared_prefixes(
     Returns:
         (runs, tokens) for each group of two or more, every run in at most one; as `AttentionBatch.shared` wants it.
     """
+    if len(slots) < 2:
+        return ()
     places = [one.numpy() for one in slots]  # a look at a tensor's element takes microseconds
     alike: dict[int, list[int]] = defaultdict(list)
     for run, context in enumerate(context_lengths):

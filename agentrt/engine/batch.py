@@ -131,6 +131,11 @@ class ForwardBatch:
     logits_rows: Tensor
     scored: int
 
+    @property
+    def every(self) -> bool:
+        """Whether every token is sampled from, so that `logits_rows` counts them through: a step of decodes."""
+        return not self.scored and len(self.logits_rows) == len(self.token_ids)
+
     def on(self, device: torch.device, *, slots: bool) -> ForwardBatch:
         """The same on a device, sent in one copy from pinned memory, for which nobody waits.
 
@@ -150,32 +155,35 @@ class ForwardBatch:
 def forward_batch(plan: StepPlan, states: SequenceStates) -> ForwardBatch:
     """Makes the tensors of a step. The states must have applied the plan."""
     token_ids: list[int] = []
-    positions: list[NDArray[np.int64]] = []
+    positions: list[int] = []
     slots: list[Tensor] = []
     new_slots: list[int] = []
     score_rows: list[int] = []
     sample_rows: list[int] = []
     for run in plan.runs:
-        first, count = len(token_ids), len(run.token_ids)
+        first, stop = len(token_ids), run.start + len(run.token_ids)
         score_rows.extend(first + offset for offset in run.score_at)
         sample_rows.extend(first + offset for offset in run.sample_at)
         token_ids.extend(run.token_ids)
         new_slots.extend(run.slots)
-        positions.append(np.arange(run.start, run.start + count))
-        slots.append(torch.from_numpy(states[run.sequence_id].slots[: run.start + count]))
+        positions.extend(range(run.start, stop))
+        slots.append(torch.from_numpy(states[run.sequence_id].slots[:stop]))
+    # One piece of memory, since each tensor made from numbers takes as long as four views of one.
+    numbers = np.array([*token_ids, *positions, *new_slots, *score_rows, *sample_rows], dtype=np.int64)
+    tokens = len(token_ids)
     context_lengths = tuple(run.start for run in plan.runs)
     attention = AttentionBatch(
         query_lengths=tuple(len(run.token_ids) for run in plan.runs),
         context_lengths=context_lengths,
         slots=tuple(slots),
-        new_slots=torch.tensor(new_slots, dtype=torch.int64),
+        new_slots=torch.from_numpy(numbers[2 * tokens : 3 * tokens]),
         shared=shared_prefixes(slots, context_lengths),
     )
     return ForwardBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.from_numpy(np.concatenate(positions)),
+        token_ids=torch.from_numpy(numbers[:tokens]),
+        positions=torch.from_numpy(numbers[tokens : 2 * tokens]),
         attention=attention,
-        logits_rows=torch.tensor(score_rows + sample_rows, dtype=torch.int64),
+        logits_rows=torch.from_numpy(numbers[3 * tokens :]),
         scored=len(score_rows),
     )
 

@@ -216,7 +216,8 @@ class EngineCore:
         self._masks.foresee(self._scheduler.sequences())
         if self._recorder is not None:
             self._recorder.step(((run.start, len(run.token_ids)) for run in plan.runs), output.seconds)
-        self._counts.update(steps=1, computed_tokens=plan.tokens)
+        self._counts["steps"] += 1
+        self._counts["computed_tokens"] += plan.tokens
         self._model_seconds += output.seconds
         return updates
 

@@ -72,15 +72,15 @@ class LocalExecutor:
         """Whether the device is a GPU."""
         return self._runner.device.type == "cuda"
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Computes the plan's tokens."""
         started = time.perf_counter()
         self._states.apply(plan)
         foreseen, self._foreseen = self._foreseen, None
-        batch = foreseen.batch(plan) if foreseen is not None and foreseen.is_start_of(plan) else forward_batch(plan, self._states)
-        hidden = self._runner.forward(batch)
-        return _LocalStep(self, plan, hidden[: batch.scored], hidden[batch.scored :], started)
+        with torch.inference_mode():
+            batch = foreseen.batch(plan) if foreseen is not None and foreseen.is_start_of(plan) else forward_batch(plan, self._states)
+            hidden = self._runner.forward(batch)
+            return _LocalStep(self, plan, hidden, batch.scored, started)
 
     def foresee(self, plan: StepPlan) -> None:
         """Works out the step after `plan`, as far as can be said before its tokens are known."""
@@ -88,17 +88,18 @@ class LocalExecutor:
         if self._foreseen is not None:
             self._runner.foresee(self._foreseen.attention)
 
-    @torch.inference_mode()
-    def finish(self, plan: StepPlan, to_score: Tensor, to_sample: Tensor, masks: Masks) -> StepOutput:
-        """Scores and samples what `launch` computed."""
-        scores = iter(self._runner.score(to_score, self._targets(plan)))
+    def finish(self, plan: StepPlan, hidden: Tensor, scored: int, masks: Masks) -> dict[int, Sampled]:
+        """Scores and samples what `launch` computed: hidden states of rows to score, so many, then of rows to sample from."""
         rows = [row for run in plan.runs for row in self._rows(run, masks)]
-        choices = iter(self._sampler.sample(self._runner.logits(to_sample), rows) if rows else ())
+        with torch.inference_mode():
+            scores = iter(self._runner.score(hidden[:scored], self._targets(plan)) if scored else ())
+            to_sample = hidden[scored:] if scored else hidden
+            choices = iter(self._sampler.sample(self._runner.logits(to_sample), rows) if rows else ())
         sampled: dict[int, Sampled] = {}
         for run in plan.runs:
             own_scores = tuple(next(scores) for _ in run.score_at)
             sampled[run.sequence_id] = _sampled([next(choices) for _ in run.sample_at], own_scores)
-        return StepOutput(sampled)
+        return sampled
 
     def _targets(self, plan: StepPlan) -> list[tuple[int, int]]:
         """The tokens to score, and how many alternatives of each."""
@@ -130,18 +131,18 @@ class LocalExecutor:
 
 
 class _LocalStep:
-    def __init__(self, executor: LocalExecutor, plan: StepPlan, to_score: Tensor, to_sample: Tensor, started: float) -> None:
+    def __init__(self, executor: LocalExecutor, plan: StepPlan, hidden: Tensor, scored: int, started: float) -> None:
         self._executor = executor
         self._plan = plan
-        self._hidden = (to_score, to_sample)
+        self._hidden, self._scored = hidden, scored
         self._started = started
 
     def foresee(self) -> None:
         self._executor.foresee(self._plan)
 
     def finish(self, masks: Masks) -> StepOutput:
-        output = self._executor.finish(self._plan, *self._hidden, masks)
-        return StepOutput(output.sampled, time.perf_counter() - self._started)
+        sampled = self._executor.finish(self._plan, self._hidden, self._scored, masks)
+        return StepOutput(sampled, time.perf_counter() - self._started)
 
 
 def _sampled(choices: list[Choice], scores: tuple[TokenLogprob, ...]) -> Sampled:

@@ -42,19 +42,23 @@ class MaskMaker:
 
     def start(self, plan: StepPlan, sequences: Iterable[Sequence]) -> Future[MadeMasks]:
         """Begins with the masks of those runs of `plan` that sample under a grammar and were not foreseen."""
-        wanted = {run.sequence_id for run in plan.runs if run.sample_at}
-        constrained = [s for s in sequences if s.cursor is not None and s.sequence_id in wanted]
         foreseen, self._foreseen = self._foreseen, None
+        constrained = [s for s in sequences if s.cursor is not None]
+        if constrained:
+            wanted = {run.sequence_id for run in plan.runs if run.sample_at}
+            constrained = [s for s in constrained if s.sequence_id in wanted]
         if not constrained:
-            empty: Future[MadeMasks] = Future()
-            empty.set_result(MadeMasks())
-            return empty
+            return _NONE
         return self._thread.submit(_complete, constrained, foreseen)
 
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(wait=True)
 
+
+#: For steps without a grammar.
+_NONE: Future[MadeMasks] = Future()
+_NONE.set_result(MadeMasks())
 
 #: Masks, and what each of their sequences was when they were made: its cursor and how many tokens it had.
 _Foreseen = tuple[MadeMasks, dict[int, tuple[Cursor | None, int]]]

@@ -47,7 +47,8 @@ class ModelRunner:
             return self._graphs.forward(batch)
         if self.device.type == "cuda":
             batch = batch.on(self.device, slots=self._wants_slots)
-        return self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store, batch.logits_rows)
+        wanted = None if batch.every else batch.logits_rows
+        return self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._attention, self._store, wanted)
 
     def foresee(self, batch: AttentionBatch) -> None:
         """Lets an attention that works steps out on the host do so for a step to come, but for where its tokens will go."""

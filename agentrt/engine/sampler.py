@@ -102,7 +102,7 @@ class Sampler:
             rows: How to choose, one per row.
         """
         blocks = self._blocker.blocks(logits, [row.mask for row in rows])
-        if all(_is_likeliest(row) for row in rows) and blocks.finite.all() and min(first := blocks.likeliest.tolist()) >= 0:
+        if all(map(_is_likeliest, rows)) and min(first := blocks.likeliest.tolist()) >= 0:
             return [Choice(token) for token in first]
         grid = _Grid(blocks.values, blocks.tops)
         errors = _neutralised(grid, blocks.finite, NumericalError, NOT_FINITE)

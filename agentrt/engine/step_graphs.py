@@ -103,8 +103,8 @@ class StepGraphs:
             graph = self._graphs[size] = self._captured(size, batch)
         graph.fill(batch)
         hidden = graph.replay()
-        if len(batch.logits_rows) == new and not batch.scored:
-            return hidden[:new]  # one token of each sequence, and every one is sampled
+        if batch.every:
+            return hidden[:new]
         rows = batch.logits_rows.pin_memory() if self._device.type == "cuda" else batch.logits_rows
         return hidden.index_select(0, rows.to(self._device, non_blocking=True))
 

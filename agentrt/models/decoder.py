@@ -2,7 +2,8 @@
 
 It turns a step's tokens into hidden states and hidden states into logits. It keeps no state between steps: KV lives in
 the store, attention is handed in, matrices stand behind `agentrt.models.linear`. Rows of a step never mix but in
-attention, so a sequence's answer does not depend on its neighbours.
+attention, so a sequence's answer does not depend on its neighbours. Gradients are nobody's business here; whoever calls holds torch's
+inference mode, once for a whole step.
 """
 
 from __future__ import annotations
@@ -88,7 +89,6 @@ class Decoder:
         head = self._embedding if flags.tied else weights["lm_head.weight"]
         self._head = linear("lm_head", head, None)
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
@@ -118,7 +118,6 @@ class Decoder:
             done = self._layer_by_layer(token_ids, positions, batch, attention, store, kept)
         return done if wanted is None or kept is not None else done.index_select(0, wanted)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token.
 

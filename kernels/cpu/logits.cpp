@@ -14,6 +14,7 @@ using namespace agentrt;
 constexpr int BLOCK = 64;
 constexpr int64_t SMALL = 40000;  // logits below which a second thread costs more than it saves
 constexpr float LIGHTEST = -87.0f;  // below this, exp gives what float32 has no normal number for
+constexpr int64_t NONE = -1, SPOILT = -2;  // in place of the likeliest token: none may be chosen; the row is not finite
 constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
 /// The bit of each lane.
@@ -44,23 +45,23 @@ inline float block_top(float* logits, uint64_t allowed, Ints& worst) {
     return largest(top);
 }
 
-/// A whole row: its likeliest token, of equal ones the first, -1 if none is left; and whether all of it is finite.
-bool row_tops(float* logits, const uint32_t* valid, const uint32_t* mask, float* tops, int64_t blocks, int64_t& likeliest) {
+/// A whole row: its likeliest token, of equal ones the first, or why there is none.
+int64_t row_tops(float* logits, const uint32_t* valid, const uint32_t* mask, float* tops, int64_t blocks) {
     Ints worst = {};
     float peak = -__builtin_inff();
-    int64_t best = -1;
+    int64_t best = NONE;
     for (int64_t block = 0; block < blocks; ++block) {
         uint64_t allowed = valid[2 * block] | uint64_t(valid[2 * block + 1]) << 32;
         if (mask) allowed &= mask[2 * block] | uint64_t(mask[2 * block + 1]) << 32;
         const float top = tops[block] = block_top(logits + block * BLOCK, allowed, worst);
         if (top > peak) peak = top, best = block;
     }
-    likeliest = -1;
-    for (int64_t at = best * BLOCK; best >= 0 && at < (best + 1) * BLOCK && likeliest < 0; ++at)
-        if (logits[at] == peak) likeliest = at;
-    int32_t largest_magnitude = 0;
-    for (int lane = 0; lane < LANES; ++lane) largest_magnitude = worst[lane] > largest_magnitude ? worst[lane] : largest_magnitude;
-    return largest_magnitude < INFINITE;
+    for (int lane = 0; lane < LANES; ++lane)
+        if (worst[lane] >= INFINITE) return SPOILT;
+    if (best == NONE) return NONE;
+    int64_t at = best * BLOCK;
+    while (logits[at] != peak) ++at;
+    return at;
 }
 
 /// exp((logit - peak) / temperature), summed over a block.
@@ -77,14 +78,14 @@ extern "C" {
 /// Forbids what `valid` and a row's mask do not allow, in place, and gives each block's largest logit.
 ///
 /// logits [rows, 64 blocks] and tops [rows, blocks], float32, dense; valid [2 blocks]; masks [any, 2 blocks], bit i of word w
-/// for token 32 w + i; mask_of_row [rows]: which mask is a row's, -1 for none; finite [rows]: whether the row's logits were;
-/// likeliest [rows]: the token with the largest logit, of equal ones the first, -1 if none may be chosen.
-void agentrt_block_tops(float* logits, const uint32_t* valid, const uint32_t* masks, const int32_t* mask_of_row, float* tops, uint8_t* finite,
-                        int64_t* likeliest, int64_t rows, int64_t blocks, int threads) {
+/// for token 32 w + i; mask_of_row [rows]: which mask is a row's, -1 for none; null if no row has one; likeliest [rows]: the token with
+/// the largest logit, of equal ones the first, -1 if none may be chosen, -2 if the row's logits were not finite.
+void agentrt_block_tops(float* logits, const uint32_t* valid, const uint32_t* masks, const int32_t* mask_of_row, float* tops, int64_t* likeliest,
+                        int64_t rows, int64_t blocks, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(rows > 1 && rows * blocks * BLOCK > SMALL ? threads : 1)
     for (int64_t row = 0; row < rows; ++row) {
-        const uint32_t* mask = mask_of_row[row] < 0 ? nullptr : masks + mask_of_row[row] * 2 * blocks;
-        finite[row] = row_tops(logits + row * blocks * BLOCK, valid, mask, tops + row * blocks, blocks, likeliest[row]);
+        const uint32_t* mask = !mask_of_row || mask_of_row[row] < 0 ? nullptr : masks + mask_of_row[row] * 2 * blocks;
+        likeliest[row] = row_tops(logits + row * blocks * BLOCK, valid, mask, tops + row * blocks, blocks);
     }
 }
 
