@@ -5,7 +5,9 @@ A worker never outlives the process that started it. A forked child has no worke
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrt.config import EngineConfig
-from agentrt.errors import EngineError
+from agentrt.errors import EngineError, UserError
 
 Message = tuple[Any, ...]
 Receive = Callable[[Message], None]
@@ -38,6 +40,7 @@ class Host(Protocol):
 
         Raises:
             EngineError: It is gone.
+            UserError: Something in the message means nothing there.
         """
         ...
 
@@ -68,7 +71,7 @@ class ThreadHost:
             from agentrt.engine import worker  # torch comes with it
 
             worker.start(worker.WorkerOrder(config, folder), self._inbox, receive)
-        except Exception as error:
+        except BaseException as error:  # a library in Rust that panics raises one that is no Exception
             receive(("failed", EngineError(f"the engine's thread ended: {error!r}")))
         receive(("failed", EngineError("the engine was shut down")))
 
@@ -112,7 +115,8 @@ class ProcessHost:
         self._owner = os.getpid()
         self._writer = Connection(parent_write, readable=False)
         self._reader = Connection(parent_read, writable=False)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._outbox: list[bytes] = []  # what the thread that holds the lock has to write
         # The order's class lives beside torch, which this process need not have; the worker's own module makes it.
         self.post((config, folder))
         self._thread = threading.Thread(target=self._read, args=(receive,), name=self.THREAD, daemon=True)
@@ -126,11 +130,24 @@ class ProcessHost:
 
     def post(self, message: Message) -> None:
         """Sends the worker a message."""
+        whole = _pickled(message)
         try:
             with self._lock:
-                self._writer.send(message)
+                self._write(whole)
         except OSError as error:
             raise EngineError(f"the engine's process is gone{self._last_words()}") from error
+
+    def _write(self, whole: bytes) -> None:
+        """Writes, unless this thread is in the middle of that: a lost stream aborts its request wherever memory is collected."""
+        self._outbox.append(whole)
+        if len(self._outbox) > 1:
+            return  # it goes when the one before it is whole
+        try:
+            while self._outbox:
+                self._writer.send_bytes(self._outbox[0])
+                del self._outbox[0]
+        finally:
+            self._outbox.clear()
 
     def _read(self, receive: Receive) -> None:
         try:
@@ -175,6 +192,29 @@ class ProcessHost:
         self._writer.close()
         self._reader.close()
         self._errors.close()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what a process that lacks our caller's modules can read: numbers and text of a class of their own (an `IntEnum`, say) become plain ones."""
+
+    _KNOWN = sys.stdlib_module_names | {"agentrt"}
+    _PLAIN: tuple[type, ...] = (int, float, str, bytes)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Asked for everything but plain values and containers."""
+        kind = value if isinstance(value, type) else type(value)
+        if kind.__module__.partition(".")[0] in self._KNOWN:
+            return NotImplemented
+        for plain in self._PLAIN:
+            if isinstance(value, plain):
+                return plain, plain.__getnewargs__(value)  # type: ignore[attr-defined]
+        raise UserError(f"a {kind.__module__}.{kind.__qualname__} means nothing to the engine's process; give plain numbers, text, or lists and dicts of them")
+
+
+def _pickled(message: Message) -> bytes:
+    whole = io.BytesIO()
+    _Pickler(whole, pickle.HIGHEST_PROTOCOL).dump(message)
+    return whole.getvalue()
 
 
 _hosts: weakref.WeakSet[ProcessHost] = weakref.WeakSet()

@@ -84,24 +84,31 @@ class LocalBackend:
         )
         self._pending.add(request.request_id, sink, limits.queued + facts.max_running)
         if self._held.requests is None:
-            self._send([request])
+            try:
+                self._host.post(("submit", request))
+            except BaseException:
+                self._pending.remove(request.request_id)
+                raise
         else:
             self._held.requests.append(request)
             if len(self._held.requests) >= TOGETHER:
-                self._send_held()
+                self._send_held([])
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What this thread submits inside goes to the engine as one, and begins in one step, not the first request a step before the others."""
-        self._held.requests = []
+        """What this thread submits inside goes to the engine as one, and begins in one step, not the first request a step before the others.
+
+        So no answer comes before the end. What then cannot be sent is told to its sink, since its submission is over.
+        """
+        outer, self._held.requests = self._held.requests, []
         try:
             yield
         finally:
-            self._send_held()
-            self._held.requests = None
+            self._send_held(outer)
 
-    def _send_held(self) -> None:
-        requests, self._held.requests = self._held.requests, []
+    def _send_held(self, then: list[Request] | None) -> None:
+        """Sends what waits; `then` is what waits after that."""
+        requests, self._held.requests = self._held.requests, then
         if requests:
             self._send(requests)
 
@@ -109,13 +116,20 @@ class LocalBackend:
         messages = [("submit", request) for request in requests]
         try:
             self._host.post(messages[0] if len(messages) == 1 else ("all", messages))
-        except BaseException:
+        except BaseException as error:
+            if len(requests) > 1 and isinstance(error, Exception):  # which of them is it?
+                for request in requests:
+                    self._send([request])
+                return
             for request in requests:
-                self._pending.remove(request.request_id)
-            raise
+                self._pending.refuse(request.request_id, error)
+            if not isinstance(error, Exception):
+                raise
 
     def abort(self, request_id: str) -> None:
         """Ends a request within a step."""
+        if any(request.request_id == request_id for request in self._held.requests or ()):
+            self._send_held([])  # no message overtakes another
         if request_id in self._pending and not self._pending.down:
             self._host.post(("abort", request_id))
 

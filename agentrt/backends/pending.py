@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from agentrt.backend import EngineFacts, Sink
-from agentrt.errors import AgentrtError, EngineError, QueueFullError, UserError
+from agentrt.errors import AgentrtError, EngineError, QueueFullError, UserError, as_request_error
 from agentrt.request import TokenDelta
 
 Message = tuple[Any, ...]
@@ -68,6 +68,10 @@ class Pending:
     def remove(self, request_id: str) -> None:
         """Forgets a request that could not be sent."""
         self._sinks.pop(request_id, None)
+
+    def refuse(self, request_id: str, error: BaseException) -> None:
+        """Ends a request whose submission is over, and which could not be sent after all."""
+        self._give(TokenDelta(request_id, error=as_request_error(error)))
 
     def call(self) -> tuple[int, Future[Any]]:
         """Registers a call that is about to be sent.
@@ -144,7 +148,7 @@ class Pending:
 def _given(sink: Sink, delta: TokenDelta) -> bool:
     try:
         sink(delta)
-    except Exception:
+    except BaseException:  # an exit, too, is this sink's alone
         _log.exception("the sink of request %s raised; the request is dropped", delta.request_id)
         return False
     return True

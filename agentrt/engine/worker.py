@@ -236,11 +236,15 @@ def main() -> None:
 
 
 def _read(reader: Connection, inbox: Inbox) -> None:
-    while True:
-        try:
+    try:
+        while True:
             inbox.put(reader.recv())
-        except (EOFError, OSError):
-            os._exit(1)  # the parent is gone, and with it everyone who could want an answer
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is gone, and with it everyone who could want an answer
+    except BaseException:  # a message that means nothing here; whoever waits for its answer would wait for ever
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(2)
 
 
 def _sender(writer: Connection) -> Send:

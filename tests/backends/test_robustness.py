@@ -18,7 +18,7 @@ import pytest
 
 import agentrt
 import agentrt.backends.hosts
-from agentrt import Engine, FinishReason, GrammarSpec, Request, SamplingParams
+from agentrt import Engine, FinishReason, GrammarSpec, Request, SamplingParams, UserError
 from agentrt.backend import collect, stream
 from agentrt.config import Limits
 
@@ -167,6 +167,43 @@ def test_what_cannot_be_sent_leaves_nothing_behind(engine):
         except TypeError:
             assert isinstance(engine._host, agentrt.backends.hosts.ProcessHost)
     assert alive(engine)
+
+
+def test_of_requests_sent_together_one_that_cannot_be_sent_fails_alone(engine, monkeypatch):
+    """The others are answered, and so is whoever asks next on this thread."""
+    post, refused = engine._host.post, []
+
+    def refusing(message):
+        if any("bad" in str(one) for one in message[1:]):
+            refused.append(message[0])
+            raise UserError("on purpose")
+        post(message)
+
+    monkeypatch.setattr(engine._host, "post", refusing)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    with engine.together():
+        streams = [engine.stream([5, number], sampling, request_id=name) for number, name in enumerate(("good", "bad", "fine"))]
+        with engine.together():
+            streams.append(engine.stream([6], sampling))
+    answers = [collect_ids(one) for one in streams]
+    assert [len(ids) for ids in answers] == [3, 0, 3, 3]
+    assert refused == ["all", "submit"]
+    assert alive(engine)
+
+
+def collect_ids(deltas):
+    with contextlib.suppress(agentrt.UserError):
+        return [token_id for delta in deltas for token_id in delta.token_ids]
+    return []
+
+
+def test_what_is_aborted_before_it_was_sent_is_aborted(engine):
+    got = []
+    with engine.together():
+        engine.submit(Request(prompt_ids=(5, 6), sampling=SamplingParams(**LONG), request_id="early"), got.append)
+        engine.abort("early")
+    assert wait_until(lambda: bool(got) and got[-1].last)
+    assert got[-1].finish_reason is FinishReason.ABORT
 
 
 def test_a_draft_longer_than_a_step_is_cut(tiny_model):
