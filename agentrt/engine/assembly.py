@@ -51,6 +51,8 @@ def build_engine(config: EngineConfig, folder: Path, tokenizer: Tokenizer) -> tu
         torch.set_num_threads(config.threads)
     if device.type == "cpu":
         prepare()
+    elif device.index is not None:
+        torch.cuda.set_device(device)  # this thread's, which will also run the steps: Triton launches on the current device, whatever its tensors say
     chosen = _chosen(config.dtype, device, folder)
     bits = _bits(chosen)
     triton = _on_triton(config, bits, device)
@@ -107,6 +109,8 @@ def _device(name: str) -> torch.device:
         raise UserError(f"device is {name!r}; it must be auto, cpu or cuda", param="device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {name!r}, but torch sees no GPU here; use device='cpu'", param="device")
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise UserError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs here, numbered from 0", param="device")
     return device
 
 

@@ -59,3 +59,21 @@ def test_few_bits_need_triton_on_a_gpu(tiny_model, monkeypatch):
 def test_keys_and_values_are_whole_numbers_where_a_kernel_takes_them(attention, head_dim, bits, device, expected):
     model = SimpleNamespace(config=SimpleNamespace(head_dim=head_dim))
     assert assembly._kv_dtype(attention, model, torch.float32, bits, torch.device(device)) == expected
+
+
+def test_steps_run_on_the_gpu_that_was_asked_for(tiny_model, monkeypatch):
+    """Triton launches on the thread's current device, wherever the tensors are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    made_current = []
+
+    def make_current(device):
+        made_current.append(device)
+        raise KeyboardInterrupt  # there is none here
+
+    monkeypatch.setattr(torch.cuda, "set_device", make_current)
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(EngineConfig(model=str(tiny_model), device="cuda:1"), tiny_model, load_tokenizer(str(tiny_model)))
+    assert made_current == [torch.device("cuda:1")]
+    with pytest.raises(UserError, match="torch sees 2 GPUs"):
+        build_engine(EngineConfig(model=str(tiny_model), device="cuda:2"), tiny_model, load_tokenizer(str(tiny_model)))
