@@ -1,6 +1,6 @@
-"""A linear layer whose weights have 4 or 8 bits and whose activations have 8: the format, its reference, and the native kernel.
+"""A linear layer whose weights have 4, 5 or 8 bits and whose activations have 8: the format, its reference, and the native kernel.
 
-Weights and activations are quantised in groups of 32 along the input. A weight is ``scale * q + minimum`` (4 bits) or
+Weights and activations are quantised in groups of 32 along the input. A weight is ``scale * q + minimum`` (4 and 5 bits) or
 ``scale * q`` (8 bits); an activation is ``scale * q`` with a scale of its own row and group. The reference puts the
 activations on that grid and multiplies in float32; the kernel (`cpu/linear.cpp`) sums each group in integers. Invariant:
 they agree to rounding at every number of rows, and with the kernel a row's result is the same, bit for bit, in any
@@ -26,24 +26,21 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A matrix in 4 or 8 bits.
+    """A matrix in few bits.
 
     Attributes:
         inputs: Columns; the last group may be padded.
-        q: [out, groups, 32]: uint8 from 0 to 15, or int8.
+        bits: Of a weight: 4, 5 or 8.
+        q: [out, groups, 32]: uint8 from 0 to 15 or to 31, or int8.
         scale: [out, groups], float16 or float32.
         minimum: The same; None at 8 bits, where there is none.
     """
 
     inputs: int
+    bits: int
     q: Tensor
     scale: Tensor
     minimum: Tensor | None = None
-
-    @property
-    def bits(self) -> int:
-        """Of a weight: 4 or 8."""
-        return 8 if self.minimum is None else 4
 
     def dequantize(self) -> Tensor:
         """The matrix in float32, [out, in]."""
@@ -51,6 +48,18 @@ class QuantizedWeight:
         if self.minimum is not None:
             values.add_(self.minimum.float().unsqueeze(-1))
         return values.flatten(1)[:, : self.inputs]
+
+    def in_8_bits(self, values: Tensor) -> QuantizedWeight:
+        """The matrix in 8 bits: the same numbers, if the middle one of q means 0 in all groups, else rounded anew.
+
+        Args:
+            values: [out, in], what the matrix means.
+        """
+        if self.minimum is None:
+            return self
+        if _centred(self):
+            return QuantizedWeight(self.inputs, 8, self.q.to(torch.int8) - _middle(self.bits), self.scale)
+        return QuantizedWeight.of(values, 8)
 
     @classmethod
     def of(cls, weight: Tensor, bits: int) -> QuantizedWeight:
@@ -66,10 +75,10 @@ class QuantizedWeight:
         if bits == 8:
             (scale,) = compact(torch.maximum(high, -low) / 127)
             q = _divided(groups, scale).round_().clamp_(-127, 127).to(torch.int8)
-            return cls(weight.shape[1], q, scale)
+            return cls(weight.shape[1], 8, q, scale)
         scale, minimum = compact((high - low) / 15, low)
         q = _divided(groups - minimum.float().unsqueeze(-1), scale).round_().clamp_(0, 15).to(torch.uint8)
-        return cls(weight.shape[1], q, scale, minimum)
+        return cls(weight.shape[1], 4, q, scale, minimum)
 
 
 def on_grid(x: Tensor) -> Tensor:
@@ -143,9 +152,9 @@ class PackedWeight:
 
     Attributes:
         inputs, outputs: Columns and rows.
-        bits: Of a weight: 4 or 8.
+        bits: Of a weight: 4, 5 or 8.
         half: Whether scales are float16, not float32.
-        minima: Whether it has minima; with 4 bits and without, they are -8 times their scales.
+        minima: Whether it has minima; without, they are -8 times their scales at 4 bits, -16 times at 5.
         packed: uint8, begins at a cache line.
     """
 
@@ -161,7 +170,7 @@ def pack(library: ctypes.CDLL, weight: QuantizedWeight) -> PackedWeight:
     """Packs a weight, in memory that is its own."""
     outputs, groups, _ = weight.q.shape
     half = weight.scale.dtype == torch.float16
-    minimum = None if weight.minimum is None or _centred(weight.scale, weight.minimum) else weight.minimum.contiguous()
+    minimum = None if weight.minimum is None or _centred(weight) else weight.minimum.contiguous()
     packed = packed_memory.take(library.linear_packed_bytes(outputs, groups, weight.bits, half, minimum is not None))
     q, scale = weight.q.contiguous(), weight.scale.contiguous()
     library.linear_pack(
@@ -240,9 +249,14 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _centred(scale: Tensor, minimum: Tensor) -> bool:
-    """Whether minima are -8 times their scales, which the kernel needs not be told."""
-    return torch.equal(minimum, scale * -8)
+def _middle(bits: int) -> int:
+    """Of q that have no sign."""
+    return 1 << (bits - 1)
+
+
+def _centred(weight: QuantizedWeight) -> bool:
+    """Whether the middle one of q means 0 in all groups, so that the kernel needs not be told minima."""
+    return weight.minimum is not None and torch.equal(weight.minimum, weight.scale * -_middle(weight.bits))
 
 
 def _grouped(x: Tensor) -> Tensor:

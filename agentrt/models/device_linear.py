@@ -106,7 +106,7 @@ class DeviceLinears:
         self._bits = bits
         self._packed = packed
         self._device = device
-        self._in_groups = Quantized(bits, stored, self._grouped)
+        self._in_groups = Quantized(bits, stored, self._grouped, held=(4, 8))
 
     def __call__(self, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         """Holds one matrix."""

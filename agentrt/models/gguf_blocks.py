@@ -1,7 +1,7 @@
 """Quantised matrices as a GGUF file has them, from a converted folder to the kernels' format, without going through float.
 
-Kinds that fit the format are held exactly: Q4_0, Q4_1 and Q4_K in 4 bits, Q5_0 and Q8_0 in 8. The others (Q5_1, Q5_K:
-5 bits with a minimum; Q6_K: groups of 16) are put into 8 bits from their values. The layouts are ggml's
+Kinds that fit the format are held exactly: Q4_0, Q4_1 and Q4_K in 4 bits, Q5_0, Q5_1 and Q5_K in 5, Q8_0 in 8. Q6_K, whose groups
+of 16 do not fit, is put into 8 bits from its values. The layouts are ggml's
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). Invariant: what is called exact here dequantises to
 the very float32 values of the converted folder.
 """
@@ -64,44 +64,50 @@ def _q4_0(raw: Tensor) -> QuantizedWeight:
     """Scale, 16 bytes of two halves; value = scale * (q - 8)."""
     blocks = raw.unflatten(1, (-1, 18))
     scale = _halfs(blocks[..., :2])
-    return QuantizedWeight(blocks.shape[1] * 32, _nibbles(blocks[..., 2:]), scale, scale * -8)
+    return QuantizedWeight(blocks.shape[1] * 32, 4, _nibbles(blocks[..., 2:]), scale, scale * -8)
 
 
 def _q4_1(raw: Tensor) -> QuantizedWeight:
     """Scale, minimum, 16 bytes of two halves."""
     blocks = raw.unflatten(1, (-1, 20))
     q = _nibbles(blocks[..., 4:])
-    return QuantizedWeight(blocks.shape[1] * 32, q, _halfs(blocks[..., :2]), _halfs(blocks[..., 2:4]))
+    return QuantizedWeight(blocks.shape[1] * 32, 4, q, _halfs(blocks[..., :2]), _halfs(blocks[..., 2:4]))
 
 
 def _q8_0(raw: Tensor) -> QuantizedWeight:
     """Scale, 32 bytes."""
     blocks = raw.unflatten(1, (-1, 34))
-    return QuantizedWeight(blocks.shape[1] * 32, blocks[..., 2:].contiguous().view(torch.int8), _halfs(blocks[..., :2]))
+    return QuantizedWeight(blocks.shape[1] * 32, 8, blocks[..., 2:].contiguous().view(torch.int8), _halfs(blocks[..., :2]))
 
 
 def _q5_0(raw: Tensor) -> QuantizedWeight:
     """Scale, 32 fifth bits, 16 bytes of two halves; value = scale * (q - 16)."""
     blocks = raw.unflatten(1, (-1, 22))
-    fifth = (blocks[..., 2:6].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    q = _nibbles(blocks[..., 6:]) | fifth.flatten(2) << 4
-    return QuantizedWeight(blocks.shape[1] * 32, q.view(torch.int8) - 16, _halfs(blocks[..., :2]))
+    scale = _halfs(blocks[..., :2])
+    return QuantizedWeight(blocks.shape[1] * 32, 5, _with_fifths(blocks[..., 2:]), scale, scale * -16)
+
+
+def _q5_1(raw: Tensor) -> QuantizedWeight:
+    """Scale, minimum, 32 fifth bits, 16 bytes of two halves."""
+    blocks = raw.unflatten(1, (-1, 24))
+    return QuantizedWeight(blocks.shape[1] * 32, 5, _with_fifths(blocks[..., 4:]), _halfs(blocks[..., :2]), _halfs(blocks[..., 2:4]))
 
 
 def _q4_k(raw: Tensor) -> QuantizedWeight:
-    """Eight groups: two scales for all, a 6-bit scale and minimum for each, then four times 32 bytes of two halves."""
+    """Eight groups: their scales, then four times 32 bytes of two halves."""
     blocks = raw.unflatten(1, (-1, 144))
-    packed = blocks[..., 4:16]
-    low, high, mixed = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    scales = torch.cat((low & 63, (mixed & 15) | (low >> 6) << 4), -1)
-    minima = torch.cat((high & 63, (mixed >> 4) | (high >> 6) << 4), -1)
-    q = torch.stack((blocks[..., 16:].unflatten(-1, (4, 32)) & 15, blocks[..., 16:].unflatten(-1, (4, 32)) >> 4), 3)
-    scale = _halfs(blocks[..., :2]).float().unsqueeze(-1) * scales.float()
-    minimum = _halfs(blocks[..., 2:4]).float().unsqueeze(-1) * minima.float()
-    return QuantizedWeight(blocks.shape[1] * 256, q.flatten(1).unflatten(1, (-1, 32)), scale.flatten(1), -minimum.flatten(1))
+    return QuantizedWeight(blocks.shape[1] * 256, 4, _eight_groups(blocks[..., 16:]).flatten(1, 2), *_eight_scales(blocks))
 
 
-_EXACT = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q5_0": _q5_0, "Q8_0": _q8_0}
+def _q5_k(raw: Tensor) -> QuantizedWeight:
+    """Eight groups: their scales, 32 bytes of which bit n is a fifth one of group n, then four times 32 bytes of two halves."""
+    blocks = raw.unflatten(1, (-1, 176))
+    fifth = (blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1)) & 1
+    q = _eight_groups(blocks[..., 48:]) | fifth << 4
+    return QuantizedWeight(blocks.shape[1] * 256, 5, q.flatten(1, 2), *_eight_scales(blocks))
+
+
+_EXACT = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q5_K": _q5_k, "Q8_0": _q8_0}
 
 
 def _halfs(pairs: Tensor) -> Tensor:
@@ -112,3 +118,26 @@ def _halfs(pairs: Tensor) -> Tensor:
 def _nibbles(packed: Tensor) -> Tensor:
     """[..., 16] to [..., 32]: the low halves of all bytes, then the high ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _with_fifths(packed: Tensor) -> Tensor:
+    """[..., 20] to [..., 32]: the fifth bits of all, then their lower halves as `_nibbles` has them."""
+    fifth = (packed[..., :4].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return _nibbles(packed[..., 4:]) | fifth.flatten(-2) << 4
+
+
+def _eight_groups(packed: Tensor) -> Tensor:
+    """[..., 128] to [..., 8, 32]: of each 32 bytes the low halves, then the high ones."""
+    four = packed.unflatten(-1, (4, 32))
+    return torch.stack((four & 15, four >> 4), -2).flatten(-3, -2)
+
+
+def _eight_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima, [out, groups], of blocks that begin with two scales for all, then a 6-bit scale and minimum for each of eight groups."""
+    packed = blocks[..., 4:16]
+    low, high, mixed = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((low & 63, (mixed & 15) | (low >> 6) << 4), -1)
+    minima = torch.cat((high & 63, (mixed >> 4) | (high >> 6) << 4), -1)
+    scale = _halfs(blocks[..., :2]).float().unsqueeze(-1) * scales.float()
+    minimum = _halfs(blocks[..., 2:4]).float().unsqueeze(-1) * minima.float()
+    return scale.flatten(1), -minimum.flatten(1)

@@ -6,7 +6,7 @@ Invariant: whatever the factory, a row's result does not depend on its neighbour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -37,19 +37,21 @@ def dense(name: str, weight: Tensor, bias: Tensor | None) -> Linear:
 class Quantized:
     """Weights in 4 or 8 bits: as the checkpoint has them, if it has them so, else quantised here.
 
-    "4 bits" means none below 4: what a checkpoint holds in 5 to 8 bits gets 8, and so does an output head that it holds
-    in float, since a head's errors reach the logits at once. "8 bits" means 8 for every weight.
+    "4 bits" means none below 4: what a checkpoint holds in 5 bits or 8 stays so, what it holds in others gets 8, and so does an
+    output head that it holds in float, since a head's errors reach the logits at once. "8 bits" means 8 for every weight.
     """
 
-    def __init__(self, bits: int, stored: StoredWeights, hold: Hold = quantized_linear) -> None:
+    def __init__(self, bits: int, stored: StoredWeights, hold: Hold = quantized_linear, held: Container[int] = (4, 5, 8)) -> None:
         """A factory.
 
         Args:
             bits: 4 or 8.
             stored: What the checkpoint has.
             hold: What multiplies: a CPU's kernel, unless told otherwise.
+            held: Bits that it takes; the checkpoint's others become 8.
         """
         self._bits = bits
+        self._held = (8,) if bits == 8 else held
         self._stored = stored
         self._hold = hold
 
@@ -58,12 +60,9 @@ class Quantized:
         bits = 8 if name == _HEAD else self._bits
         parts = list(self._stored(f"{name}.weight", weight)) or [QuantizedWeight.of(weight, bits)]
         rows = [part.q.shape[0] for part in parts]
-        if self._bits == 8:
-            parts = [
-                part if part.bits == 8 else QuantizedWeight.of(values, 8)
-                for part, values in zip(parts, weight.split(rows), strict=True)
-            ]
-        joined = _joined(parts)
+        joined = _joined(
+            [part if part.bits in self._held else part.in_8_bits(values) for part, values in zip(parts, weight.split(rows), strict=True)]
+        )
         biases = [None] * len(joined) if bias is None else bias.split([part.q.shape[0] for part in joined])
         linears = [self._hold(part, own) for part, own in zip(joined, biases, strict=True)]
         return linears[0] if len(linears) == 1 else SideBySide(linears)
@@ -77,7 +76,7 @@ def _joined(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
         minima = [part.minimum for part in alike if part.minimum is not None]
         minimum = torch.cat(minima) if minima else None
         q, scale = torch.cat([part.q for part in alike]), torch.cat([part.scale for part in alike])
-        joined.append(QuantizedWeight(alike[0].inputs, q, scale, minimum))
+        joined.append(QuantizedWeight(alike[0].inputs, alike[0].bits, q, scale, minimum))
     return joined
 
 

@@ -174,9 +174,9 @@ class _Grouped:
         if neighbours and inputs % GROUP == 0:
             q, zero, scale = self._q.unflatten(1, (-1, GROUP)), self._zero[:, groups], self._scale[:, groups]
             if self._bits == 4:
-                return QuantizedWeight(inputs, q, scale, -scale * zero)
+                return QuantizedWeight(inputs, 4, q, scale, -scale * zero)
             if bool((zero == 128).all()):
-                return QuantizedWeight(inputs, (q ^ 128).view(torch.int8), scale)
+                return QuantizedWeight(inputs, 8, (q ^ 128).view(torch.int8), scale)
         return QuantizedWeight.of(self.dequantize(), 8)
 
 

@@ -27,8 +27,8 @@ def few_bits(layout: str, config: ModelConfig, device: torch.device) -> DeviceLi
         out, inputs = shapes["model.embed_tokens.weight" if "lm_head" in name else name]
         scale = torch.full((out, inputs // 32), inputs**-0.5 / (40 if layout == "q8" or "lm_head" in name else 5), device=device)
         if layout == "q8" or "lm_head" in name:
-            return [QuantizedWeight(inputs, torch.randint(-80, 81, (out, inputs // 32, 32), dtype=torch.int8, device=device), scale)]
-        return [QuantizedWeight(inputs, torch.randint(0, 16, (out, inputs // 32, 32), dtype=torch.uint8, device=device), scale, -7.5 * scale)]
+            return [QuantizedWeight(inputs, 8, torch.randint(-80, 81, (out, inputs // 32, 32), dtype=torch.int8, device=device), scale)]
+        return [QuantizedWeight(inputs, 4, torch.randint(0, 16, (out, inputs // 32, 32), dtype=torch.uint8, device=device), scale, -7.5 * scale)]
 
     def packed(name: str) -> list[AwqWeight] | list[RowScaled]:
         if "lm_head" in name or layout in ("q4", "q8"):

@@ -1,17 +1,18 @@
-// Linear layers with weights of 4 or 8 bits and activations of 8 bits: y = dequantised(x) times dequantised(W), plus bias.
+// Linear layers with weights of 4, 5 or 8 bits and activations of 8 bits: y = dequantised(x) times dequantised(W), plus bias.
 //
-// Weights and activations are quantised in groups of 32 along the input. A weight is scale * q + minimum (4 bits, q from
-// 0 to 15) or scale * q (8 bits, q from -127 to 127); an activation is scale * q with a scale of its own row and group.
-// At 4 bits a sum of products is that of q - 8, so that it fits 16 bits and needs no minimum where that is -8 * scale.
-// Products within a group are summed exactly, in integers; groups are added in float32, always in the same order. So a
-// row's result is the same, bit for bit, alone and in any company, and on any number of threads.
+// Weights and activations are quantised in groups of 32 along the input. A weight is scale * q + minimum (4 and 5 bits, q
+// from 0 on) or scale * q (8 bits, q from -127 to 127); an activation is scale * q with a scale of its own row and group.
+// At 4 and 5 bits a sum of products is that of q - 8 or q - 16, so that it fits 16 bits (5 bits: in two parts) and needs no
+// minimum where that is as many times -scale. Products within a group are summed exactly, in integers; groups are added in
+// float32, always in the same order. So a row's result is the same, bit for bit, alone and in any company, and on any
+// number of threads; and the same numbers held in more bits give the same result.
 //
 // Outputs are the vector's lanes: 16 or 32 of them make a block, and a group of a block lies in one piece of memory,
 //
 //     scale[outputs] (float16 or float32), minimum[outputs] (the same; if there are any), q[steps][outputs][inputs of a step]
 //
-// where at 4 bits the first half of the steps are the low halves of the bytes of which the second half are the high ones.
-// The inputs of a step, four or two, are those that an instruction multiplies and adds; an activation's are broadcast to all lanes.
+// where steps share bytes if weights have fewer than 8 bits, as `linear_lines.h` says. The inputs of a step, four or two, are
+// those that an instruction multiplies and adds; an activation's are broadcast to all lanes.
 //
 // Rows are taken a few at a time, a tile, so that a weight is unpacked once for them. First the integer sums of some groups
 // are made and put aside, then they become floats, are scaled and added: each of the two keeps the processor busy by
@@ -76,7 +77,7 @@ inline void ask_ahead(const uint8_t* group) {
 
 // Sums of a group, for neighbouring vectors of outputs, scaled and added.
 template <class Kind, class Sum, int ROWS, int OUTPUTS, int PARTS>
-inline void add_scaled(const uint8_t* weights, const Rows& x, int group, int first, const Sum (&sums)[ROWS][OUTPUTS], Lanes (&totals)[ROWS][PARTS]) {
+inline void add_scaled(const uint8_t* weights, const Rows<Kind::bits>& x, int group, int first, const Sum (&sums)[ROWS][OUTPUTS], Lanes (&totals)[ROWS][PARTS]) {
     for (int part = 0; part < PARTS; ++part) {
         const int at = first + part * WIDTH;
         const auto* scales = reinterpret_cast<const typename Kind::Scale*>(weights + group * Kind::group_bytes) + at;
@@ -86,7 +87,7 @@ inline void add_scaled(const uint8_t* weights, const Rows& x, int group, int fir
             totals[r][part] = fma(product, scale, totals[r][part]);
         }
         if constexpr (Kind::minima) {
-            const Lanes minimum = fma(scale, 8.0f, load(scales + OUTPUTS));  // of q - 8
+            const Lanes minimum = fma(scale, float(middle_of(Kind::bits)), load(scales + OUTPUTS));  // of q - 8 or q - 16
             for (int r = 0; r < ROWS; ++r) totals[r][part] = fma(minimum, x.total[r * x.stride + group], totals[r][part]);
         }
     }
@@ -105,7 +106,7 @@ inline void write(const Lanes (&totals)[ROWS][PARTS], int first, const Output& t
 
 // Sums of some groups, for neighbouring vectors of outputs, added to what there was of them, if anything, in the order of groups.
 template <class Kind, int PARTS, class Sum, int ROWS, int OUTPUTS>
-void add_panel(const uint8_t* weights, const Rows& x, int groups, int first, const Sum (*sums)[ROWS][OUTPUTS], const float (*before)[OUTPUTS],
+void add_panel(const uint8_t* weights, const Rows<Kind::bits>& x, int groups, int first, const Sum (*sums)[ROWS][OUTPUTS], const float (*before)[OUTPUTS],
                const Output& to) {
     Lanes totals[ROWS][PARTS];
     for (int r = 0; r < ROWS; ++r)
@@ -127,7 +128,7 @@ void write_row(const float* sums, int outputs, const Output& out, int64_t row, i
 // All groups of a tile, panel after panel; of few rows all outputs at once, else some after the other, as many as there is room for.
 // Inlined, since it is measurably slower as a function of its own.
 template <class Kind, int ROWS>
-__attribute__((always_inline)) inline void add_panels(const uint8_t* weights, Rows rows, int all, bool ask, float (*y)[Kind::outputs], const Output& end) {
+__attribute__((always_inline)) inline void add_panels(const uint8_t* weights, Rows<Kind::bits> rows, int all, bool ask, float (*y)[Kind::outputs], const Output& end) {
     constexpr int OUTPUTS = Kind::outputs, VECTORS = OUTPUTS / WIDTH, PARTS = ROWS * VECTORS <= TOTALS ? VECTORS : std::min(VECTORS, 2);
     static_assert(ROWS * PARTS <= TOTALS && VECTORS % PARTS == 0);
     alignas(64) Sum<Kind::bits> sums[PANEL][ROWS][OUTPUTS];
@@ -137,7 +138,7 @@ __attribute__((always_inline)) inline void add_panels(const uint8_t* weights, Ro
         for (int g = 0; g < groups; ++g) {
             const uint8_t* from = weights + g * Kind::group_bytes;
             if (ask) ask_ahead<Kind>(from);
-            dots<Kind::bits>(from + Kind::scales_bytes, rows.from(g), sums[g]);
+            dots(from + Kind::scales_bytes, rows.from(g), sums[g]);
         }
         for (int part = 0; part < VECTORS; part += PARTS)
             add_panel<Kind, PARTS>(weights, rows, groups, part * WIDTH, sums, group ? y : nullptr, group + groups < all ? between : end);
@@ -148,7 +149,7 @@ __attribute__((always_inline)) inline void add_panels(const uint8_t* weights, Ro
 
 // The same, group by group, if the registers have room for what has been added so far.
 template <class Kind, int ROWS>
-void add_groups(const uint8_t* weights, const Rows& rows, int all, bool ask, const Output& end) {
+void add_groups(const uint8_t* weights, const Rows<Kind::bits>& rows, int all, bool ask, const Output& end) {
     constexpr int OUTPUTS = Kind::outputs;
     alignas(64) Sum<Kind::bits> sums[ROWS][OUTPUTS];
     Lanes totals[ROWS][OUTPUTS / WIDTH];
@@ -157,7 +158,7 @@ void add_groups(const uint8_t* weights, const Rows& rows, int all, bool ask, con
     for (int group = 0; group < all; ++group) {
         const uint8_t* from = weights + group * Kind::group_bytes;
         if (ask) ask_ahead<Kind>(from);
-        dots<Kind::bits>(from + Kind::scales_bytes, rows.from(group), sums);
+        dots(from + Kind::scales_bytes, rows.from(group), sums);
         add_scaled<Kind>(weights, rows, group, 0, sums, totals);
     }
     write(totals, 0, end);
@@ -171,7 +172,7 @@ void tile(const uint8_t* weights, const Activations& x, int64_t row, const Outpu
     const Output end = whole ? Output{out.y + row * out.stride + first, out.stride, out.bias ? out.bias + first : nullptr, OUTPUTS}
                              : Output{&y[0][0], OUTPUTS, nullptr, OUTPUTS};
     const size_t at = size_t(row) * x.groups;
-    const Rows rows{&x.q[at * Q_BYTES], &x.start[at], &x.scale[at], &x.total[at], size_t(x.groups)};
+    const Rows<Kind::bits> rows{&x.q[at * q_bytes_of(Kind::bits)], &x.start[at], &x.scale[at], &x.total[at], size_t(x.groups)};
     const bool ask = !row;  // the tiles after the first find a block's weights where it left them
     if constexpr (PANEL == 1)
         add_groups<Kind, ROWS>(weights, rows, x.groups, ask, end);
@@ -214,6 +215,8 @@ void multiply(const Activations& x, int64_t rows, const Weights& weights, const 
 using Multiply = void (*)(const Activations&, int64_t, const Weights&, const Output&, int64_t);
 Multiply multiply_of(Format format) {
     if (format.bits == 8) return format.half ? multiply<Kind<8, true, false>> : multiply<Kind<8, false, false>>;
+    if (format.bits == 5 && format.minima) return format.half ? multiply<Kind<5, true, true>> : multiply<Kind<5, false, true>>;
+    if (format.bits == 5) return format.half ? multiply<Kind<5, true, false>> : multiply<Kind<5, false, false>>;
     if (format.minima) return format.half ? multiply<Kind<4, true, true>> : multiply<Kind<4, false, true>>;
     return format.half ? multiply<Kind<4, true, false>> : multiply<Kind<4, false, false>>;
 }
@@ -229,7 +232,7 @@ struct Input {
 // Each thread has some of the rows and all outputs, and goes through the weights with as many rows as its cache holds.
 void share_rows(const Input& input, int64_t rows, const Weights& weights, const Output& out, int threads) {
     const Multiply multiply = multiply_of(weights.format);
-    const int64_t most = std::max<int64_t>(CHUNK / (input.groups() * Q_BYTES) / TILE, 4) * TILE;
+    const int64_t most = std::max<int64_t>(CHUNK / (input.groups() * q_bytes_of(weights.format.bits)) / TILE, 4) * TILE;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
         static thread_local Activations x;
@@ -265,26 +268,22 @@ void share_outputs(const Input& input, int64_t rows, const Weights& weights, con
     }
 }
 
+using Put = void (*)(const uint8_t*, uint8_t*, int);
+Put put_of(int bits) { return bits == 4 ? put<4> : bits == 5 ? put<5> : put<8>; }
+
 template <class Scale>
 void pack_block(Format format, const uint8_t* q, const Scale* scale, const Scale* minimum, int64_t outputs, int64_t groups, int64_t block,
                 uint8_t* to) {
-    const int lanes = format.outputs(), line = lanes * TOGETHER;
+    const int lanes = format.outputs(), together = together_of(format.bits);
+    const Put put = put_of(format.bits);
     for (int64_t group = 0; group < groups; ++group, to += format.group_bytes()) {
         std::memset(to, 0, format.group_bytes());
         auto* scales = reinterpret_cast<Scale*>(to);
-        uint8_t* bytes = to + format.scales_bytes();
         for (int lane = 0; lane < lanes && block * lanes + lane < outputs; ++lane) {
             const int64_t at = (block * lanes + lane) * groups + group;
             scales[lane] = scale[at];
             if (format.minima) scales[lanes + lane] = minimum[at];
-            for (int i = 0; i < GROUP; ++i) {
-                const int step = i / TOGETHER, place = lane * TOGETHER + i % TOGETHER;
-                const uint8_t value = q[at * GROUP + i];
-                if (format.bits == 4)
-                    bytes[step % (STEPS / 2) * line + place] |= step < STEPS / 2 ? value : uint8_t(value << 4);
-                else
-                    bytes[step * line + place] = value;
-            }
+            put(q + at * GROUP, to + format.scales_bytes() + lane * together, lanes * together);
         }
     }
 }
@@ -299,7 +298,7 @@ extern "C" {
 // The instructions that this library was compiled for.
 const char* linear_isa() { return ISA; }
 
-// Bytes of a packed weight. minima: whether it has them; 4-bit weights without have minima of -8 times their scales.
+// Bytes of a packed weight. minima: whether it has them; 4 and 5 bits without: minima are -8 and -16 times the scales.
 int64_t linear_packed_bytes(int64_t outputs, int64_t groups, int bits, int half, int minima) {
     const Format format{bits, half != 0, minima != 0};
     return format.blocks(outputs) * groups * int64_t(format.group_bytes());

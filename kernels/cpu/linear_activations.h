@@ -14,17 +14,20 @@
 namespace agentrt {
 namespace {
 
-constexpr int STEPS = GROUP / TOGETHER;  // of a group
+// Bytes of a row's group.
 #if defined(ISA_AVX2)
-constexpr int Q_BYTES = 2 * GROUP;  // of a row's group: with weights of 4 bits each pair of bytes twice, with weights of 8 bits in 16 bits
+constexpr int q_bytes_of(int bits) { return bits == 5 ? GROUP : 2 * GROUP; }  // 4: each pair of bytes twice; 8: in 16 bits
 #else
-constexpr int Q_BYTES = GROUP;
+constexpr int q_bytes_of(int) { return GROUP; }
 #endif
 
-// Rows quantised to 8 bits for weights of 4 or of 8 bits. Memory of the calling thread, kept for its next call.
+// What a weight that is stored without a sign is less by in sums, so that those are small and most minima are not needed.
+constexpr int middle_of(int bits) { return bits == 4 ? 8 : bits == 5 ? 16 : 0; }
+
+// Rows quantised to 8 bits for weights of so many bits. Memory of the calling thread, kept for its next call.
 struct Activations {
     int bits = 0, groups = 0;
-    std::vector<int8_t> q;       // [row][group], Q_BYTES each
+    std::vector<int8_t> q;       // [row][group], q_bytes_of(bits) each
     std::vector<int32_t> start;  // [row][group]: what a sum in a lane begins with
     std::vector<float> scale;    // [row][group]
     std::vector<float> total;    // [row][group]: scale * sum of q
@@ -32,9 +35,9 @@ struct Activations {
     void resize(int64_t rows, int group_count, int weight_bits) {
         bits = weight_bits;
         groups = group_count;
-        const size_t count = size_t(rows) * groups;
+        const size_t count = size_t(rows) * groups, bytes = count * q_bytes_of(bits);
+        if (q.size() < bytes) q.resize(bytes);
         if (scale.size() < count) {
-            q.resize(count * Q_BYTES);
             start.resize(count);
             scale.resize(count);
             total.resize(count);
@@ -42,14 +45,17 @@ struct Activations {
     }
 };
 
-// What a lane's sum begins with, for the sum of a row's q: 4-bit weights are less by 8 than they are stored.
-inline int32_t start_of(int bits, int32_t sum) {
+// What a lane's sum begins with, for the sum of a row's q, and for that of the first two of each four q and of the others, of 16 bits each.
+inline int32_t start_of(int bits, int32_t sum, int32_t pair) {
 #if defined(ISA_AVX2)  // two lanes of 16 bits, which hold every final sum and may overflow on the way there
-    return bits == 4 ? int32_t(uint32_t(uint16_t(-8 * sum)) * 0x10001u) : 0;
+    const uint32_t first = uint16_t(-middle_of(bits) * int16_t(pair)), second = uint16_t(-middle_of(bits) * int16_t(uint32_t(pair) >> 16));
+    return int32_t(bits == 4 ? uint16_t(-middle_of(bits) * sum) * 0x10001u : first | second << 16);
 #elif defined(ISA_VNNI)  // the instruction wants one side unsigned, so 8-bit weights get 128 added
-    return sum * (bits == 4 ? -8 : -128);
+    (void)pair;
+    return sum * -(bits == 8 ? 128 : middle_of(bits));
 #else
-    return bits == 4 ? -8 * sum : 0;
+    (void)pair;
+    return sum * -middle_of(bits);
 #endif
 }
 
@@ -96,20 +102,22 @@ inline void write_q(__m256i q, int bits, int8_t* to) {
         const __m256i first = _mm256_unpacklo_epi16(q, q), second = _mm256_unpackhi_epi16(q, q);
         write(to, _mm256_permute2x128_si256(first, second, 0x20));
         write(to + 32, _mm256_permute2x128_si256(first, second, 0x31));
-    } else {
+        return;
+    }
+    if (bits == 8) {
         write(to, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(q)));
         write(to + 32, _mm256_cvtepi8_epi16(_mm256_extracti128_si256(q, 1)));
+        return;
     }
-#else
+#endif
     (void)bits;
     write(to, q);
-#endif
 }
 
 // TURN groups at most, whole ones.
 void quantise_groups(const float* x, int count, Activations& to, size_t at) {
     alignas(32) float inverse[TURN], scale[TURN];
-    alignas(32) int32_t finite[TURN], sum[TURN];
+    alignas(32) int32_t finite[TURN], sum[TURN], pair[TURN];
     __m256i lanes[TURN] = {};
     for (int group = 0; group < count; ++group) lanes[group] = largest_of(x + group * GROUP);
     const __m256i most = across(lanes, [](__m256i a, __m256i b) { return _mm256_max_epi32(a, b); });
@@ -122,14 +130,15 @@ void quantise_groups(const float* x, int count, Activations& to, size_t at) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(finite), known);
     for (int group = 0; group < count; ++group) {
         const __m256i q = _mm256_and_si256(rounded(x + group * GROUP, inverse[group]), _mm256_set1_epi32(finite[group]));
-        write_q(q, to.bits, &to.q[(at + group) * Q_BYTES]);
-        lanes[group] = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), q), _mm256_set1_epi16(1));
+        write_q(q, to.bits, &to.q[(at + group) * q_bytes_of(to.bits)]);
+        lanes[group] = _mm256_maddubs_epi16(_mm256_set1_epi8(1), q);
     }
-    const __m256i sums = across(lanes, [](__m256i a, __m256i b) { return _mm256_add_epi32(a, b); });
-    _mm256_store_si256(reinterpret_cast<__m256i*>(sum), sums);
+    const __m256i pairs = across(lanes, [](__m256i a, __m256i b) { return _mm256_add_epi16(a, b); });
+    _mm256_store_si256(reinterpret_cast<__m256i*>(pair), pairs);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(sum), _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     for (int group = 0; group < count; ++group) {
         to.scale[at + group] = scale[group];
-        to.start[at + group] = start_of(to.bits, sum[group]);
+        to.start[at + group] = start_of(to.bits, sum[group], pair[group]);
         to.total[at + group] = scale[group] * float(sum[group]);
     }
 }
@@ -148,11 +157,11 @@ void quantise_groups(const float* x, int, Activations& to, size_t at) {
     const float inverse = finite && 127.0f / largest <= std::numeric_limits<float>::max() ? 127.0f / largest : 0.0f;
     for (int i = 0; i < GROUP; ++i) {
         const int32_t value = inverse > 0 ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
-        to.q[at * Q_BYTES + i] = int8_t(value);
+        to.q[at * q_bytes_of(to.bits) + i] = int8_t(value);
         sum += value;
     }
     to.scale[at] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
-    to.start[at] = start_of(to.bits, sum);
+    to.start[at] = start_of(to.bits, sum, 0);
     to.total[at] = to.scale[at] * float(sum);
 }
 

@@ -5,42 +5,39 @@
 #include <cstring>
 
 #include "linear_activations.h"
+#include "linear_lines.h"
 
 namespace agentrt {
 namespace {
 
 // A tile's activations: rows apart by so many groups.
+template <int BITS>
 struct Rows {
+    static constexpr int Q_BYTES = q_bytes_of(BITS);
     const int8_t* q;
     const int32_t* start;
     const float *scale, *total;
     size_t stride;
     Rows from(int group) const { return {q + group * Q_BYTES, start + group, scale + group, total + group, stride}; }
-    const void* inputs(int row, int step) const { return q + row * stride * Q_BYTES + step * (Q_BYTES / STEPS); }
+    const void* inputs(int row, int step) const { return q + row * stride * Q_BYTES + step * (Q_BYTES / steps_of(BITS)); }
 };
 
 #if defined(ISA_VNNI)
 
 template <int BITS, int ROWS, int OUTPUTS>
-inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
+inline void dots(const uint8_t* weights, const Rows<BITS>& x, int32_t (&result)[ROWS][OUTPUTS]) {
+    constexpr int STEPS = steps_of(BITS);
     __m512i sums[ROWS];
     for (int r = 0; r < ROWS; ++r) sums[r] = _mm512_set1_epi32(x.start[r * x.stride]);
-    auto step = [&](int t, __m512i w) {
+#pragma GCC unroll 8
+    for (int t = 0; t < STEPS; ++t) {
+        __m512i w = unpacked<BITS>([=](int line) { return _mm512_loadu_si512(weights + line * 64); }, t);
+        if (BITS == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80)));
         for (int r = 0; r < ROWS; ++r) {
             int32_t four;
             std::memcpy(&four, x.inputs(r, t), 4);
             sums[r] = _mm512_dpbusd_epi32(sums[r], w, _mm512_set1_epi32(four));
         }
-    };
-    const __m512i low = _mm512_set1_epi8(15), sign = _mm512_set1_epi8(char(0x80));
-    if constexpr (BITS == 4) {
-        for (int t = 0; t < STEPS / 2; ++t) {
-            const __m512i both = _mm512_loadu_si512(weights + t * 64);
-            step(t, _mm512_and_si512(both, low));
-            step(t + STEPS / 2, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
-        }
-    } else {
-        for (int t = 0; t < STEPS; ++t) step(t, _mm512_xor_si512(_mm512_loadu_si512(weights + t * 64), sign));
     }
     for (int r = 0; r < ROWS; ++r) _mm512_storeu_si512(result[r], sums[r]);
 }
@@ -55,12 +52,11 @@ inline __m256i broadcast(const void* p) {
     return _mm256_set1_epi32(four);
 }
 
-inline __m256i unpacked(__m256i both, bool upper) { return _mm256_and_si256(upper ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15)); }
-
-// One vector is two inputs of 16 outputs. The sum of 32 products of q - 8, at most 32 * 8 * 127, fits 16 bits.
-template <int BITS, int ROWS, int OUTPUTS>
-inline void dots(const uint8_t* weights, const Rows& x, int16_t (&result)[ROWS][OUTPUTS]) {
-    constexpr int PARTS = OUTPUTS / 16;
+// Sums of 16 bits: at 4 bits a vector is two inputs of 16 outputs, and the sum of 32 products of q - 8, at most 32 * 8 * 127, fits. At 5 bits it is four
+// inputs of eight outputs, of which a lane has two: 16 products of q - 16, at most 16 * 16 * 127, fit as well.
+template <int BITS, class Sum, int ROWS, int OUTPUTS>
+inline void dots(const uint8_t* weights, const Rows<BITS>& x, Sum (&result)[ROWS][OUTPUTS]) {
+    constexpr int PARTS = OUTPUTS * sizeof(Sum) / sizeof(__m256i), STEPS = steps_of(BITS);
     __m256i sums[ROWS][PARTS];
     for (int r = 0; r < ROWS; ++r)
         for (int part = 0; part < PARTS; ++part) sums[r][part] = broadcast(x.start + r * x.stride);
@@ -68,7 +64,7 @@ inline void dots(const uint8_t* weights, const Rows& x, int16_t (&result)[ROWS][
     for (int t = 0; t < STEPS; ++t) {
         __m256i w[PARTS], products[PARTS];
         for (int part = 0; part < PARTS; ++part) {
-            w[part] = unpacked(bytes(weights + (t % (STEPS / 2) * PARTS + part) * 32), t >= STEPS / 2);
+            w[part] = unpacked<BITS>([=](int line) { return bytes(weights + (line * PARTS + part) * 32); }, t);
             keep(w[part]);
         }
         for (int r = 0; r < ROWS; ++r) {
@@ -81,13 +77,14 @@ inline void dots(const uint8_t* weights, const Rows& x, int16_t (&result)[ROWS][
         }
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int part = 0; part < PARTS; ++part) _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r] + part * 16), sums[r][part]);
+        for (int part = 0; part < PARTS; ++part) _mm256_storeu_si256(reinterpret_cast<__m256i*>(result[r]) + part, sums[r][part]);
 }
 
 // 8 bits are widened to 16: one vector is two inputs of eight outputs.
 template <int BITS, int ROWS, int OUTPUTS>
-inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
+inline void dots(const uint8_t* weights, const Rows<BITS>& x, int32_t (&result)[ROWS][OUTPUTS]) {
     static_assert(BITS == 8 && OUTPUTS == 16);
+    constexpr int STEPS = steps_of(BITS);
     __m256i low[ROWS], high[ROWS];
     for (int r = 0; r < ROWS; ++r) low[r] = high[r] = _mm256_setzero_si256();
     auto widened = [](const uint8_t* p) {
@@ -115,14 +112,13 @@ inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][
 #else
 
 template <int BITS, int ROWS, int OUTPUTS>
-inline void dots(const uint8_t* weights, const Rows& x, int32_t (&result)[ROWS][OUTPUTS]) {
-    constexpr int LINE = OUTPUTS * TOGETHER;
+inline void dots(const uint8_t* weights, const Rows<BITS>& x, int32_t (&result)[ROWS][OUTPUTS]) {
+    constexpr int TOGETHER = together_of(BITS), STEPS = steps_of(BITS), LINE = OUTPUTS * TOGETHER;
     for (int r = 0; r < ROWS; ++r)
         for (int lane = 0; lane < OUTPUTS; ++lane) result[r][lane] = x.start[r * x.stride];
     for (int t = 0; t < STEPS; ++t) {
         int8_t w[LINE];
-        const uint8_t* line = weights + (BITS == 4 ? t % (STEPS / 2) : t) * LINE;
-        for (int i = 0; i < LINE; ++i) w[i] = int8_t(BITS == 8 ? line[i] : t < STEPS / 2 ? line[i] & 15 : line[i] >> 4);
+        for (int i = 0; i < LINE; ++i) w[i] = int8_t(unpacked<BITS>([=](int line) { return weights[line * LINE + i]; }, t));
         for (int r = 0; r < ROWS; ++r) {
             const auto* a = static_cast<const int8_t*>(x.inputs(r, t));
             for (int lane = 0; lane < OUTPUTS; ++lane)

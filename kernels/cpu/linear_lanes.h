@@ -20,11 +20,11 @@ constexpr int GROUP = 32;  // weights that share a scale
 #define ISA "AVX-512 VNNI"
 #define ISA_VNNI
 constexpr int WIDTH = 16;
-constexpr int TILE = 8;      // rows at once, at most: what the registers hold
-constexpr int TOGETHER = 4;  // inputs of a step
-constexpr int PANEL = 1;     // groups whose sums are put aside: they stay in registers
-constexpr int TOTALS = 8;    // vectors of totals that sums are added to at once
+constexpr int TILE = 8;    // rows at once, at most: what the registers hold
+constexpr int PANEL = 1;   // groups whose sums are put aside: they stay in registers
+constexpr int TOTALS = 8;  // vectors of totals that sums are added to at once
 constexpr int outputs_of(int) { return 16; }  // of a block, for weights of so many bits
+constexpr int together_of(int) { return 4; }  // inputs of a step
 template <int BITS>
 using Sum = int32_t;
 
@@ -42,17 +42,23 @@ inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, 
 inline Lanes fma(Lanes a, float s, Lanes c) { return {_mm512_fmadd_ps(a.v, _mm512_set1_ps(s), c.v)}; }
 inline void keep(Lanes&) {}
 
+// Bits of each byte, moved down; the mask is those that are left.
+inline __m512i bits_of(__m512i bytes, int down, int mask) { return _mm512_and_si512(_mm512_srli_epi16(bytes, down), _mm512_set1_epi8(char(mask))); }
+
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define ISA "AVX2"
 #define ISA_AVX2
 constexpr int WIDTH = 8;
 constexpr int TILE = 6;
-constexpr int TOGETHER = 2;
 constexpr int PANEL = 32;
 constexpr int TOTALS = 12;
 constexpr int outputs_of(int bits) { return bits == 4 ? 32 : 16; }
+constexpr int together_of(int bits) { return bits == 5 ? 4 : 2; }
+struct Pair {
+    int16_t first, second;  // a sum in two parts
+};
 template <int BITS>
-using Sum = std::conditional_t<BITS == 8, int32_t, int16_t>;
+using Sum = std::conditional_t<BITS == 8, int32_t, std::conditional_t<BITS == 5, Pair, int16_t>>;
 
 struct Lanes {
     __m256 v;
@@ -63,12 +69,18 @@ inline Lanes load(const int32_t* p) { return {_mm256_cvtepi32_ps(_mm256_loadu_si
 inline Lanes load(const int16_t* p) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+inline Lanes load(const Pair* p) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_madd_epi16(both, _mm256_set1_epi16(1)))};
+}
 inline void store(float* p, Lanes a) { _mm256_storeu_ps(p, a.v); }
 inline Lanes zeros() { return {_mm256_setzero_ps()}; }
 inline Lanes scaled(Lanes a, float s) { return {_mm256_mul_ps(a.v, _mm256_set1_ps(s))}; }
 inline Lanes plus(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Lanes fma(Lanes a, float s, Lanes c) { return {_mm256_fmadd_ps(a.v, _mm256_set1_ps(s), c.v)}; }
+
+inline __m256i bits_of(__m256i bytes, int down, int mask) { return _mm256_and_si256(_mm256_srli_epi16(bytes, down), _mm256_set1_epi8(char(mask))); }
 
 // Says that the value is needed here, in a register: gcc would else compute all products first, spill them and add them at
 // the end, and load weights anew for each row.
@@ -79,10 +91,10 @@ inline void keep(Lanes& value) { asm("" : "+x"(value.v)); }
 #define ISA "plain C"
 constexpr int WIDTH = 16;
 constexpr int TILE = 4;
-constexpr int TOGETHER = 2;
 constexpr int PANEL = 1;
 constexpr int TOTALS = 4;
 constexpr int outputs_of(int) { return 16; }
+constexpr int together_of(int bits) { return bits == 5 ? 4 : 2; }
 template <int BITS>
 using Sum = int32_t;
 
@@ -124,7 +136,10 @@ inline Lanes fma(const Lanes& a, float s, const Lanes& c) {
     return each([&](int lane) { return a.v[lane] * s + c.v[lane]; });
 }
 inline void keep(Lanes&) {}
+inline uint8_t bits_of(uint8_t byte, int down, int mask) { return uint8_t(byte >> down & mask); }
 #endif
+
+constexpr int steps_of(int bits) { return GROUP / together_of(bits); }  // of a group
 
 }  // namespace
 }  // namespace agentrt

@@ -1,6 +1,9 @@
-"""The linear layers of 4 and 8 bits: kernel and reference agree, and a row does not see its neighbours."""
+"""The linear layers of 4, 5 and 8 bits: kernel and reference agree, and a row does not see its neighbours."""
 
 from __future__ import annotations
+
+import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +13,21 @@ from agentrt.kernels.quantized_linear import NativeLinear, QuantizedWeight, on_g
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-native = pytest.mark.skipif(build.load("linear") is None, reason=build.built("linear").found)
+BITS = (4, 5, 8)
 
+native = pytest.mark.skipif(build.load("linear") is None, reason=build.built("linear").found)
 
 def quantised(
     bits: int, outputs: int, inputs: int, dtype: torch.dtype, generator: torch.Generator, centred: bool = False
 ) -> QuantizedWeight:
-    """A weight of every value that the format has, extremes too; centred: with minima of -8 times their scales."""
+    """A weight of every value that the format has, extremes too; centred: whose middle value means 0."""
     groups = -(-inputs // layer.GROUP)
-    low, high, kind = (0, 16, torch.uint8) if bits == 4 else (-127, 128, torch.int8)
+    low, high, kind = (-127, 128, torch.int8) if bits == 8 else (0, 1 << bits, torch.uint8)
     q = torch.randint(low, high, (outputs, groups, layer.GROUP), generator=generator).to(kind)
     q[torch.rand(outputs, groups, generator=generator) < 0.2] = high - 1
     scale = (torch.rand(outputs, groups, generator=generator) * 0.02).to(dtype)
-    minimum = scale * -8 if centred else (torch.randn(outputs, groups, generator=generator) * 0.1).to(dtype)
-    return QuantizedWeight(inputs, q, scale, minimum if bits == 4 else None)
+    minimum = scale * -(1 << bits - 1) if centred else (torch.randn(outputs, groups, generator=generator) * 0.1).to(dtype)
+    return QuantizedWeight(inputs, bits, q, scale, None if bits == 8 else minimum)
 
 
 def exactly(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -34,7 +38,7 @@ def exactly(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None)
 
 @native
 @given(
-    bits=st.sampled_from((4, 8)),
+    bits=st.sampled_from(BITS),
     dtype=st.sampled_from((torch.float16, torch.float32)),
     outputs=st.integers(1, 70),
     inputs=st.one_of(st.integers(1, 200), st.integers(500, 700)),  # some are more than the kernel sums at once
@@ -69,20 +73,19 @@ def test_the_kernel_computes_the_reference(bits, dtype, outputs, inputs, rows, b
 
 
 @native
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_sums_at_their_largest_fit(bits):
-    high = 15 if bits == 4 else 127
-    for q in (0, high) if bits == 4 else (-high, high):
-        filled = torch.full((33, 2, layer.GROUP), q, dtype=torch.uint8 if bits == 4 else torch.int8)
+    for q in (-127, 127) if bits == 8 else (0, (1 << bits) - 1):
+        filled = torch.full((33, 2, layer.GROUP), q, dtype=torch.int8 if bits == 8 else torch.uint8)
         scale = torch.ones(33, 2)
-        weight = QuantizedWeight(64, filled, scale, scale * -8 if bits == 4 else None)
+        weight = QuantizedWeight(64, bits, filled, scale, None if bits == 8 else scale * -(1 << bits - 1))
         for x in (torch.full((9, 64), 1.0), torch.full((9, 64), -1.0)):
             expected = exactly(x, weight, None)
             assert ((quantized_linear(weight, None)(x) - expected).abs() <= 1e-5 * expected.abs()).all()
 
 
 @native
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_long_prompt_is_its_rows(bits, threads):
     generator = torch.Generator().manual_seed(5)
@@ -98,7 +101,53 @@ def test_a_long_prompt_is_its_rows(bits, threads):
 
 
 @native
-@pytest.mark.parametrize("bits", [4, 8])
+@given(
+    bits=st.sampled_from((4, 5)),
+    dtype=st.sampled_from((torch.float16, torch.float32)),
+    outputs=st.integers(1, 70),
+    inputs=st.one_of(st.integers(1, 200), st.integers(1000, 1400)),
+    rows=st.integers(1, 70),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_same_numbers_in_8_bits_give_the_same_bits(bits, dtype, outputs, inputs, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = quantised(bits, outputs, inputs, dtype, generator, centred=True)
+    eight = weight.in_8_bits(torch.empty(0))
+    assert eight.bits == 8
+    if dtype == torch.float16:  # whose products float32 holds
+        assert torch.equal(eight.dequantize(), weight.dequantize())
+    x = torch.randn(rows, inputs, generator=generator)
+    assert torch.equal(quantized_linear(weight, None)(x), quantized_linear(eight, None)(x))
+
+
+INSTRUCTIONS = {"x86-64": (), "x86-64-v3": ("avx2", "fma", "f16c"), "icelake-server": ("avx512f", "avx512bw", "avx512_vnni")}
+
+
+@native
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64's instructions")
+@pytest.mark.parametrize("target", INSTRUCTIONS)
+def test_every_instruction_set_computes_the_reference(target, monkeypatch, tmp_path):
+    cpu = Path("/proc/cpuinfo")
+    if not set(INSTRUCTIONS[target]) <= set(cpu.read_text().split() if cpu.exists() else ()):
+        pytest.skip(f"this processor has not all of {', '.join(INSTRUCTIONS[target])}")
+    options = {"-march=native": f"-march={target}", "-O3": "-O1"}
+    monkeypatch.setattr(build, "_OPTIONS", tuple(options.get(option, option) for option in build._OPTIONS))
+    monkeypatch.setenv("AGENTRT_HOME", str(tmp_path))
+    build.forget()
+    try:
+        test_the_kernel_computes_the_reference()
+        test_the_same_numbers_in_8_bits_give_the_same_bits()
+        for bits in BITS:
+            test_sums_at_their_largest_fit(bits)
+        assert layer.isa() == ("plain C", "AVX2", "AVX-512 VNNI")[list(INSTRUCTIONS).index(target)]
+    finally:
+        build.forget()
+
+
+@native
+@pytest.mark.parametrize("bits", BITS)
 def test_odd_values_stay_in_their_row(bits):
     generator = torch.Generator().manual_seed(3)
     weight = quantised(bits, 40, 96, torch.float16, generator)
