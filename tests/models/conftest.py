@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from agentrt.attention.base import Attention, AttentionBatch
 from agentrt.attention.torch_cpu import TorchAttention
 from agentrt.engine.kv_store import KVStore
+from agentrt.hub.gguf import BLOCKS_FILE
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 48, 6, 2, 10, 101
 
@@ -303,3 +306,33 @@ def write_quantised(folder: Path, model: Any, kind: str) -> None:
 def quantised(tiny: Callable[..., Any]) -> Callable[[Path, str], None]:
     """Writes a tiny model quantised in one of `KINDS`, and what that means; see `write_quantised`."""
     return lambda folder, kind: write_quantised(folder, tiny("Qwen2", **QUANTISED_SHAPE), kind)
+
+
+@pytest.fixture
+def in_blocks(tiny: Callable[..., Any]) -> Callable[[Path, Callable[[str], str]], None]:
+    """Writes a tiny model as a converted GGUF whose matrices have the kinds that are told by name; the safetensors are what their blocks mean."""
+
+    def write(folder: Path, kind_of: Callable[[str], str]) -> None:
+        tiny("Qwen2", hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=16).save_pretrained(folder)
+        tensors, blocks, kinds = load_file(folder / "model.safetensors"), {}, {}
+        places = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2), "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            stem, own, _ = name.rsplit(".", 2)
+            fused, part = places.get(own, (own, 0))
+            place = f"{stem}.{fused}.weight.{part}"
+            kinds[place] = kind_of(own)
+            kind = gguf.GGMLQuantizationType[kinds[place]]
+            raw = q6_k(*tensors[name].shape) if kinds[place] == "Q6_K" else gguf.quants.quantize(tensors[name].numpy(), kind)
+            tensors[name] = torch.from_numpy(gguf.dequantize(raw, kind))
+            blocks[place] = torch.from_numpy(np.ascontiguousarray(raw))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(blocks, folder / BLOCKS_FILE, metadata=kinds)
+
+    return write
+
+
+def q6_k(rows: int, columns: int) -> Any:
+    """Random blocks, since the gguf package only reads this kind."""
+    raw = np.random.default_rng(rows).integers(0, 256, (rows, columns // 256, 210), np.uint8)
+    raw[..., 208:] = np.array([5e-5], np.float16).view(np.uint8)  # the scale of them all
+    return raw.reshape(rows, -1)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from agentrt.kernels.cpu import build
 from agentrt.kernels.quantized_linear import QuantizedWeight, reference
 
 from agentrt.errors import ModelError
-from agentrt.models.linear import Quantized
+from agentrt.models import loader
+from agentrt.models.linear import Quantized, parts
 from agentrt.models.loader import load_model
 
 
@@ -42,6 +45,26 @@ def test_a_model_on_them_is_near_the_float_one(bits: int, tiny: Callable[..., An
         assert (near[sequence] - rows).norm() < {4: 0.7, 8: 0.1}[bits] * rows.norm()
     # Not equal: torch's attention sums in another order, and that may move an activation to the next step of its grid.
     assert (alone[1] - near[1]).norm() < 0.1 * near[1].norm()
+
+
+@pytest.mark.skipif(build.load("linear") is None, reason=build.built("linear").found)
+def test_a_gguf_runs_in_its_own_bits(in_blocks: Callable[..., Any], tmp_path: Path, paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_blocks(tmp_path, lambda own: {"v_proj": "Q8_0", "o_proj": "Q5_1", "down_proj": "Q6_K"}.get(own, "Q5_0"))
+    prompts = {0: list(range(3, 40)), 1: list(range(60, 90))}
+
+    def run(decoder: Any) -> torch.Tensor:
+        return torch.cat(list(paged(decoder, scattered=False).run(prompts, lambda _: 16).values()))
+
+    model = load_model(tmp_path, bits=4).decoder
+    layer = model._layers[0]
+    assert [part.weight.bits for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down) for part in parts(matrix)] == [5, 8, 5, 5, 8]
+    own = run(model)
+    exact = run(load_model(tmp_path).decoder)
+    assert (own - exact).norm() < 0.1 * exact.norm()
+    in_blocks(tmp_path, lambda own: {"v_proj": "Q8_0", "down_proj": "Q6_K"}.get(own, "Q5_0"))
+    own = run(load_model(tmp_path, bits=4).decoder)
+    monkeypatch.setattr(loader, "Quantized", partial(Quantized, held=(4, 8)))
+    assert torch.equal(run(load_model(tmp_path, bits=4).decoder), own), "the same numbers in 8 bits"
 
 
 def test_models_of_transformers_are_refused(tiny: Callable[..., Any], tmp_path: Path) -> None:
