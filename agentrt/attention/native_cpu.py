@@ -83,6 +83,7 @@ class NativeAttention:
             integers: Of `attention_int.cpp`.
         """
         self._floats, self._integers = floats.agentrt_attention, integers.agentrt_attention_int
+        self._shared = (floats.agentrt_attention_shared, integers.agentrt_attention_int_shared)
         for function in (self._floats, self._integers):
             function.argtypes = [ctypes.c_void_p] * 10
             function.restype = None
@@ -137,8 +138,8 @@ class NativeAttention:
         return known and q.dtype in _DTYPES and q.is_cpu
 
     def function(self, kv_dtype: torch.dtype) -> int:
-        """The address of the kernel for a store of that dtype."""
-        return ctypes.cast(self._integers if kv_dtype == torch.int8 else self._floats, ctypes.c_void_p).value or 0
+        """The address of the kernel for a store of that dtype, as the threads of a team call it."""
+        return ctypes.cast(self._shared[kv_dtype == torch.int8], ctypes.c_void_p).value or 0
 
     def runs(self, batch: AttentionBatch) -> int:
         """The address of a batch's `AttentionRuns`, which the batch keeps."""

@@ -31,13 +31,18 @@ if TYPE_CHECKING:
 
 _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 #: What is called, by its field, its library and its name; attention comes with the store.
-_FUNCTIONS = (("linear", "linear", "linear_run"), ("norm", "fused", "agentrt_rms_norm"), ("gate", "fused", "agentrt_gate"))
+_FUNCTIONS = (
+    ("linear", "linear", "linear_shared"),
+    ("linear_memory", "linear", "linear_memory"),
+    ("norm", "fused", "agentrt_rms_norm"),
+    ("gate", "fused", "agentrt_gate"),
+)
 
 
 class _Kernels(ctypes.Structure):
     """`DecoderKernels` of the kernel."""
 
-    _fields_ = tuple((name, _POINTER) for name in ("linear", "attention", "norm", "gate"))
+    _fields_ = tuple((name, _POINTER) for name in ("linear", "linear_memory", "attention", "norm", "gate"))
 
 
 class _Matrix(ctypes.Structure):
@@ -156,8 +161,8 @@ class NativeLayers:
         places = (ends.embedding.data_ptr(), ends.norm.data_ptr(), ctypes.addressof(self._layers))
         self._shape = _Shape(*sizes, ends.eps, ends.embedding_scale, *places)
         memory = libraries["decoder"].agentrt_decoder_memory
-        memory.argtypes, memory.restype = (_POINTER,), _LONG
-        self._token_floats = memory(ctypes.addressof(self._shape))
+        memory.argtypes, memory.restype = (_POINTER, _LONG), _LONG
+        self._floats = memory
         self._memory = torch.empty(0)
         self._tables: tuple[Tensor, ...] = ()
         self._angles, self._reach = (_POINTER * 4)(), 0  # where they are, and how many positions they have
@@ -192,8 +197,9 @@ class NativeLayers:
         self._place(attention, store)
         self._reach_to(max(map(add, batch.context_lengths, batch.query_lengths)))
         tokens, width = len(token_ids), self._ends.embedding.shape[1]
-        if tokens * self._token_floats > len(self._memory):
-            self._memory = torch.empty(tokens * self._token_floats)
+        floats = self._floats(self._fixed[1], tokens)
+        if floats > self._memory.shape[0]:
+            self._memory = torch.empty(floats)
         out = torch.empty((tokens if wanted is None else len(wanted), width))
         given = _Tokens(tokens, token_ids.data_ptr(), positions.data_ptr(), ctypes.addressof(self._angles), self._reach)
         asked = None if wanted is None else ctypes.byref(_Wanted(attention.runs(batch.only(wanted)), wanted.data_ptr(), len(wanted)))
@@ -201,7 +207,7 @@ class NativeLayers:
         wrong = self._run(*self._fixed, ctypes.byref(given), attention.runs(batch), asked, *places)
         if wrong >= 0:
             raise IndexError(
-                f"token {wrong} of a step has id {token_ids[wrong]} and position {positions[wrong]}; the model has {self._shape.vocabulary} ids,"
+                f"token {wrong} of a step has id {int(token_ids[wrong])} and position {int(positions[wrong])}; the model has {self._shape.vocabulary} ids,"
                 f" and the step's longest sequence is below position {self._reach}"
             )
         return out

@@ -269,6 +269,19 @@ private:
 
 extern "C" {
 
+/// As `agentrt_attention`, shared. plan: a Plan of these runs.
+void agentrt_attention_shared(const AttentionShape* shape, const AttentionRuns* runs, void* plan, const void* q, const void* k, const void* v,
+                              const void* cos, const void* sin, void* keys, void* values, void* out) {
+    const Tensors tensors{q, k, v, cos, sin, keys, values, out};
+    Plan& made = *static_cast<Plan*>(plan);
+    if (shape->kv_kind == 2)
+        attend<FloatKernel<Float16>, FloatMemory>(*shape, *runs, tensors, made);
+    else if (shape->kv_kind == 1)
+        attend<FloatKernel<Bfloat16>, FloatMemory>(*shape, *runs, tensors, made);
+    else
+        attend<FloatKernel<float>, FloatMemory>(*shape, *runs, tensors, made);
+}
+
 /// Writes k and v of all tokens to their slots, and attends.
 ///
 /// q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], each dense within a token, in one type; cos and sin
@@ -276,12 +289,6 @@ extern "C" {
 /// dense; out [tokens, heads, head_dim], dense, in q's type.
 void agentrt_attention(const AttentionShape* shape, const AttentionRuns* runs, const void* q, const void* k, const void* v, const void* cos,
                        const void* sin, void* keys, void* values, void* out) {
-    const Tensors tensors{q, k, v, cos, sin, keys, values, out};
-    if (shape->kv_kind == 2)
-        attend<FloatKernel<Float16>, FloatMemory>(*shape, *runs, tensors);
-    else if (shape->kv_kind == 1)
-        attend<FloatKernel<Bfloat16>, FloatMemory>(*shape, *runs, tensors);
-    else
-        attend<FloatKernel<float>, FloatMemory>(*shape, *runs, tensors);
+    planned(*shape, *runs, [&](Plan& plan) { agentrt_attention_shared(shape, runs, &plan, q, k, v, cos, sin, keys, values, out); });
 }
 }

@@ -527,24 +527,28 @@ private:
     int64_t found_count_ = 0;
 };
 
-/// All of a step: writes what is new, then attends. Memory: a kernel's own for a thread.
+/// All of a step, shared: writes what is new, then attends. Memory: a kernel's own for a thread.
 template <class Kernel, class Memory>
-void attend(const AttentionShape& shape, const AttentionRuns& runs, const Tensors& tensors) {
-    static thread_local Plan plan;
-    Planner(shape, runs, plan).make();
-    const bool alone = shape.threads == 1 || plan.multiplications < SMALL;
-    Plan& made = plan;  // this thread's, for all
-#pragma omp parallel num_threads(alone ? 1 : int(shape.threads))
-    {
-        static thread_local Memory memory;
-        Kernel kernel(shape, tensors, made, memory);
+void attend(const AttentionShape& shape, const AttentionRuns& runs, const Tensors& tensors, Plan& plan) {
+    static thread_local Memory memory;
+    Kernel kernel(shape, tensors, plan, memory);
 #pragma omp for schedule(static)
-        for (int64_t token = 0; token < runs.tokens; ++token) kernel.write_token(runs, token);
+    for (int64_t token = 0; token < runs.tokens; ++token) kernel.write_token(runs, token);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < int64_t(made.tasks.size()); ++task) kernel.run(made.tasks[size_t(task)]);
+    for (int64_t task = 0; task < int64_t(plan.tasks.size()); ++task) kernel.run(plan.tasks[size_t(task)]);
+    if (plan.split.empty()) return;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t block = 0; block < int64_t(made.split.size()); ++block) kernel.merge(made.blocks[size_t(made.split[size_t(block)])]);
-    }
+    for (int64_t block = 0; block < int64_t(plan.split.size()); ++block) kernel.merge(plan.blocks[size_t(plan.split[size_t(block)])]);
+}
+
+/// Plans, and does that in a team of its own.
+template <class Shared>
+void planned(const AttentionShape& shape, const AttentionRuns& runs, Shared shared) {
+    static thread_local Plan own;
+    Plan& plan = own;  // this thread's, for all
+    Planner(shape, runs, plan).make();
+#pragma omp parallel num_threads(plan.multiplications < SMALL ? 1 : int(shape.threads))
+    shared(plan);
 }
 
 }  // namespace

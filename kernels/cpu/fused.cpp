@@ -35,12 +35,23 @@ void norm_row(T* row, const T* added, const T* weight, T* out, int64_t width, fl
     for (; i < width; ++i) narrow(out + i, wide(row[i]) * scale * wide(weight[i]));
 }
 
+/// Does pieces [0, count), by so many threads; by one, without asking OpenMP, since a team may be calling each for some rows of its own.
+template <class Work>
+void share(int64_t count, int threads, Work work) {
+    if (threads == 1) {
+        for (int64_t at = 0; at < count; ++at) work(at);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t at = 0; at < count; ++at) work(at);
+}
+
 template <typename T>
 void norm(T* rows, const T* added, const T* weight, T* out, int64_t count, int64_t width, int64_t stride, int64_t added_stride, float eps,
           int threads) {
-#pragma omp parallel for schedule(static) num_threads(count > 1 && count * width > SMALL ? threads : 1)
-    for (int64_t row = 0; row < count; ++row)
+    share(count, count > 1 && count * width > SMALL ? threads : 1, [=](int64_t row) {
         norm_row(rows + row * stride, added ? added + row * added_stride : nullptr, weight, out + row * width, width, eps);
+    });
 }
 
 struct Silu {
@@ -67,12 +78,11 @@ template <typename T, typename Activation>
 void gate(const T* fused, T* out, int64_t count, int64_t width, int64_t stride, int threads) {
     constexpr int64_t PIECE = 512;  // so that threads share a single row too
     const int64_t pieces = (width + PIECE - 1) / PIECE;
-#pragma omp parallel for schedule(static) num_threads(count * width > SMALL / 4 ? threads : 1)
-    for (int64_t at = 0; at < count * pieces; ++at) {
+    share(count * pieces, count * width > SMALL / 4 ? threads : 1, [=](int64_t at) {
         const int64_t row = at / pieces, first = at % pieces * PIECE, length = first + PIECE < width ? PIECE : width - first;
         const T* from = fused + row * stride + first;
         gate_row<T, Activation>(from, from + width, out + row * width + first, length);
-    }
+    });
 }
 
 template <typename T>

@@ -29,6 +29,7 @@
 #include <type_traits>
 
 #include "linear_dots.h"
+#include "team.h"
 
 namespace agentrt {
 namespace {
@@ -229,43 +230,41 @@ struct Input {
     const float* row(int64_t index) const { return x + index * stride; }
 };
 
+// ---- by the threads of a team (team.h) ------------------------------------------------------------------------------------
+
 // Each thread has some of the rows and all outputs, and goes through the weights with as many rows as its cache holds.
-void share_rows(const Input& input, int64_t rows, const Weights& weights, const Output& out, int threads) {
+void share_rows(const Input& input, int64_t rows, const Weights& weights, const Output& out, Activations& x) {
     const Multiply multiply = multiply_of(weights.format);
     const int64_t most = std::max<int64_t>(CHUNK / (input.groups() * q_bytes_of(weights.format.bits)) / TILE, 4) * TILE;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int thread = 0; thread < threads; ++thread) {
-        static thread_local Activations x;
-        const int64_t first = rows * thread / threads, end = rows * (thread + 1) / threads, chunks = (end - first + most - 1) / most;
-        for (int64_t chunk = 0, row = first; chunk < chunks; ++chunk) {
-            const int64_t count = (end - row + chunks - chunk - 1) / (chunks - chunk);
-            x.resize(count, input.groups(), weights.format.bits);
-            for (int64_t r = 0; r < count; ++r) quantise_row(input.row(row + r), input.inputs, x, r);
-            const Output part{out.y + row * out.stride, out.stride, out.bias, out.outputs};
-            for (int64_t block = 0; block < weights.blocks; ++block) multiply(x, count, weights, part, block);
-            row += count;
-        }
+    const auto [first, last] = agentrt::own_part(rows);
+    const int64_t chunks = (last - first + most - 1) / most;
+    for (int64_t chunk = 0, row = first; chunk < chunks; ++chunk) {
+        const int64_t count = (last - row + chunks - chunk - 1) / (chunks - chunk);
+        x.resize(count, input.groups(), weights.format.bits);
+        for (int64_t r = 0; r < count; ++r) quantise_row(input.row(row + r), input.inputs, x, r);
+        const Output part{out.y + row * out.stride, out.stride, out.bias, out.outputs};
+        for (int64_t block = 0; block < weights.blocks; ++block) multiply(x, count, weights, part, block);
+        row += count;
     }
+    agentrt::wait_for_all();
 }
 
-// Each thread has all rows and some of the outputs.
-void share_outputs(const Input& input, int64_t rows, const Weights& weights, const Output& out, int threads) {
+// Each thread has all rows and some of the outputs. Of few rows each makes its own activations: waiting for each other would take longer.
+void share_outputs(const Input& input, int64_t rows, const Weights& weights, const Output& out, Activations& own, Activations& common) {
     const Multiply multiply = multiply_of(weights.format);
-    static thread_local Activations kept;
-    Activations& x = kept;
-    x.resize(rows, input.groups(), weights.format.bits);
-    const bool few = rows <= 2;  // then waiting for each other would take longer than doing it
-    if (few)
+    const bool few = rows <= agentrt::FEW;
+    Activations& x = few ? own : common;
+    if (few) {
+        x.resize(rows, input.groups(), weights.format.bits);
         for (int64_t row = 0; row < rows; ++row) quantise_row(input.row(row), input.inputs, x, row);
-#pragma omp parallel num_threads(threads)
-    {
-        if (!few) {
+    } else {
+#pragma omp single
+        x.resize(rows, input.groups(), weights.format.bits);
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; ++row) quantise_row(input.row(row), input.inputs, x, row);
-        }
-#pragma omp for schedule(static) nowait
-        for (int64_t block = 0; block < weights.blocks; ++block) multiply(x, rows, weights, out, block);
+        for (int64_t row = 0; row < rows; ++row) quantise_row(input.row(row), input.inputs, x, row);
     }
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < weights.blocks; ++block) multiply(x, rows, weights, out, block);
 }
 
 using Put = void (*)(const uint8_t*, uint8_t*, int);
@@ -322,17 +321,33 @@ void linear_pack(const uint8_t* q, const void* scale, const void* minimum, int64
     }
 }
 
-// x: [rows][inputs], rows x_stride floats apart. y: [rows][outputs], rows y_stride floats apart. bias: [outputs] or null.
-void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, int minima,
-                const float* bias, float* y, int64_t y_stride, int64_t outputs, int threads) {
+// Memory of the calling thread that a team may use together; there as long as the thread is.
+void* linear_memory() {
+    static thread_local Activations common;
+    return &common;
+}
+
+// As linear_run, shared. x may be another place for each thread if there are at most FEW rows, with the same numbers in it. memory: `linear_memory` of
+// one of the threads.
+void linear_shared(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, int minima,
+                   const float* bias, float* y, int64_t y_stride, int64_t outputs, void* memory) {
+    static thread_local Activations own;
     const Input input{x, x_stride, inputs};
     const Format format{bits, half != 0, minima != 0};
     const Weights weights{packed, format, format.blocks(outputs)};
     const Output out{y, y_stride, bias, outputs};
-    if (rows >= MANY * threads)
-        share_rows(input, rows, weights, out, threads);
+    if (rows >= MANY * omp_get_num_threads())
+        share_rows(input, rows, weights, out, own);
     else
-        share_outputs(input, rows, weights, out, threads);
+        share_outputs(input, rows, weights, out, own, *static_cast<Activations*>(memory));
+}
+
+// x: [rows][inputs], rows x_stride floats apart. y: [rows][outputs], rows y_stride floats apart. bias: [outputs] or null.
+void linear_run(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, int minima,
+                const float* bias, float* y, int64_t y_stride, int64_t outputs, int threads) {
+    void* const memory = linear_memory();
+#pragma omp parallel num_threads(threads)
+    linear_shared(x, x_stride, rows, inputs, packed, bits, half, minima, bias, y, y_stride, outputs, memory);
 }
 
 }  // extern "C"

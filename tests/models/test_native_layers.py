@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from agentrt.kernels.cpu.build import load
 from torch import Tensor
 
+from agentrt.attention.base import AttentionBatch
 from agentrt.attention.native_cpu import NativeAttention, cpu_attention
+from agentrt.engine.kv_store import KVStore
 from agentrt.models.decoder import Decoder
 from agentrt.models.loader import load_model
 
@@ -45,23 +48,60 @@ def decoder(model: Any, folder: Path, bits: int | None) -> Decoder:
     return loaded
 
 
-@pytest.mark.parametrize(("bits", "kv_dtype"), [(4, torch.float32), (8, torch.float32), (4, torch.int8)])
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("bits", "kv_dtype", "threads"), [(4, torch.float32, 2), (8, torch.float32, 5), (4, torch.int8, 1), (4, torch.int8, 2)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_bit_differs(name: str, bits: int, kv_dtype: torch.dtype, tiny: Callable[..., Any], paged: Any, tmp_path: Path) -> None:
+def test_no_bit_differs(
+    name: str, bits: int, kv_dtype: torch.dtype, threads: int, tiny: Callable[..., Any], paged: Any, tmp_path: Path
+) -> None:
+    """Steps of 71 rows, of a few, of two and of one: of rows for every thread, and of fewer rows than threads."""
     family, changes = FAMILIES[name]
     model = decoder(tiny(family, **changes, head_dim=32), tmp_path, bits)
     attention = cpu_attention()
     assert isinstance(attention, NativeAttention)
     assert model.native is not None
-    prompts = {0: list(range(3, 40)), 1: list(range(60, 90)), 2: [7]}
-    sizes = (64, 5, 1)
-    expected = paged(model, scattered=True, attention=OneByOne(attention), kv_dtype=kv_dtype).run(prompts, lambda sequence: sizes[sequence])
+    prompts = {0: list(range(3, 90)), 1: list(range(60, 90)), 2: list(range(40, 52)), 3: list(range(20, 34))}
+    sizes = (64, 5, 1, 1)
+    with on_threads(1):
+        expected = paged(model, scattered=True, attention=OneByOne(attention), kv_dtype=kv_dtype).run(prompts, lambda sequence: sizes[sequence])
     assert model.native.seconds == (0, 0, 0)
-    got = paged(model, scattered=True, attention=attention, kv_dtype=kv_dtype).run(prompts, lambda sequence: sizes[sequence])
+    with on_threads(threads):
+        got = paged(model, scattered=True, attention=attention, kv_dtype=kv_dtype).run(prompts, lambda sequence: sizes[sequence])
     assert all(seconds > 0 for seconds in model.native.seconds)
     for sequence, rows in expected.items():
         assert rows.isfinite().all()
         assert torch.equal(got[sequence], rows)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_wanted_row_of_two(threads: int, tiny: Callable[..., Any], tmp_path: Path) -> None:
+    """So few rows that each thread has its own, of which the last layer drops one."""
+    model, attention = decoder(tiny("Llama", head_dim=32), tmp_path, 4), cpu_attention()
+    batch = AttentionBatch((2,), (0,), (torch.tensor([5, 3]),), torch.tensor([5, 3]))
+    given = (torch.tensor([7, 9]), torch.tensor([0, 1]), batch, attention)
+    with on_threads(threads):
+        both = model.forward(*given, KVStore(model.config, 8, torch.float32))
+        for row in (0, 1):
+            one = model.forward(*given, KVStore(model.config, 8, torch.float32), torch.tensor([row]))
+            assert torch.equal(one, both[row : row + 1])
+        assert model.forward(*given, KVStore(model.config, 8, torch.float32), torch.tensor([], dtype=torch.int64)).shape == (0, both.shape[1])
+
+
+def test_ids_and_positions_that_there_are_not(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    model, attention = decoder(tiny("Llama"), tmp_path, 4), cpu_attention()
+    batch = AttentionBatch((1,), (0,), (torch.tensor([0]),), torch.tensor([0]))
+    for token_id, position in ((101, 0), (-1, 0), (5, 1), (5, -1)):
+        with pytest.raises(IndexError, match=f"id {token_id} and position {position}"):
+            model.forward(torch.tensor([token_id]), torch.tensor([position]), batch, attention, KVStore(model.config, 8, torch.float32))
 
 
 @pytest.mark.parametrize(("threads", "kv_dtype", "head_dim"), [(1, torch.float32, 10), (3, torch.int8, 32)])
@@ -73,15 +113,11 @@ def test_rows_that_are_not_wanted_change_no_bit(
     model, attention = decoder(tiny(family, **changes, head_dim=head_dim), tmp_path, 4), cpu_attention()
     assert isinstance(attention, NativeAttention)
     assert model.native is not None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         wanted_alike(model, attention, same_bits, kv_dtype)
         taken = model.native.seconds
         wanted_alike(model, OneByOne(attention), same_bits, kv_dtype)
         assert model.native.seconds == taken
-    finally:
-        torch.set_num_threads(before)
 
 
 def same_bits(got: Tensor, expected: Tensor) -> None:
