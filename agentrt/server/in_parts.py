@@ -1,14 +1,15 @@
 """Several requests, one after another, in the place of one: what they share.
 
 To the caller it is one request whose deltas come as they would from a backend. Invariant: each sample ends exactly once,
-and what it cost is all its parts together.
+and what it cost is all its parts together. Where one sample fails, or cannot begin, none of the others runs on.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 
 from agentrt.backend import Backend, Sink
@@ -34,11 +35,16 @@ class InParts(ABC):
 
     def submit(self, request: Request, sink: Sink) -> None:
         """As `Backend.submit`."""
-        joint = Joint(request, sink, request.sampling.n)
+        joint = Joint(request, sink, lambda: self.abort(request.request_id), request.sampling.n)
         samples = [self.sample(joint, index) for index in range(request.sampling.n)]
         self._samples[request.request_id] = samples
-        for sample in samples:
-            sample.begin()
+        try:
+            for sample in samples:
+                if not joint.over:
+                    sample.begin()
+        except BaseException:  # whoever submits is told by this
+            joint.leave()
+            raise
 
     def abort(self, request_id: str) -> None:
         """As `Backend.abort`."""
@@ -48,10 +54,11 @@ class InParts(ABC):
 
 @dataclass(slots=True)
 class Joint:
-    """What the samples of one request share: the sink, and when the whole request is over."""
+    """What the samples of one request share: the sink, how all of them are aborted, and when the whole request is over."""
 
     request: Request
     sink: Sink
+    abort: Callable[[], None]
     running: int
     usages: list[Usage] = field(default_factory=list)
     over: bool = False
@@ -66,9 +73,17 @@ class Joint:
     def fail(self, error: AgentrtError) -> None:
         """Ends the request with an error."""
         with self.lock:
-            if not self.over:
-                self.over = True
-                self.sink(TokenDelta(self.request.request_id, error=error))
+            if self.over:
+                return
+            self.over = True
+            self.sink(TokenDelta(self.request.request_id, error=error))
+        self.abort()
+
+    def leave(self) -> None:
+        """Ends the request without a word."""
+        with self.lock:
+            self.over = True
+        self.abort()
 
     def finish(self, delta: TokenDelta, usage: Usage) -> None:
         """Tells a sample's last delta; `usage` is what that sample cost."""
@@ -113,7 +128,8 @@ class Sample(ABC):
     def end_part(self) -> None:
         """Ends the part that is under way; its last delta still comes."""
         if self._part is not None:
-            self.backend.abort(self._part.request_id)
+            with suppress(AgentrtError):  # it is gone, and says so to the part's sink
+                self.backend.abort(self._part.request_id)
 
     def submit(self, prompt_ids: Sequence[int], sampling: SamplingParams, sink: Sink) -> None:
         """Submits a part, of one sample with a seed of its own."""

@@ -71,9 +71,11 @@ class _ThinkingSample(Sample):
             return
         self._thought = delta.usage or Usage()
         left = self._left(self.joint.request.sampling)
-        over = delta.finish_reason is FinishReason.ABORT or (left is not None and left <= 0)
-        if over:
+        if delta.finish_reason is FinishReason.ABORT:
             self.joint.finish(self.mine(delta), self._thought)
+            return
+        if left is not None and left <= 0:  # closed in time or not, there is no room for an answer
+            self.joint.finish(replace(self.mine(delta), finish_reason=FinishReason.LENGTH, stop_match=None), self._thought)
             return
         self.joint.tell(replace(self.mine(delta), finish_reason=None, stop_match=None))
         self._answer(delta, left)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from agentrt.backends.scripted import ScriptedBackend
+from agentrt.backends.scripted import Answer, ScriptedBackend
+from agentrt.errors import EngineError, NumericalError, QueueFullError
 from agentrt.request import FinishReason, Request, SamplingParams, TokenDelta
 from agentrt.server.framed_calls import FramedCalls, Unframed
 from agentrt.text.tool_format import HERMES
@@ -116,3 +117,40 @@ def test_an_abort_in_either_part_ends_it_once(moment, wait_until):
     assert FENCED[:20] not in "".join(delta.text for delta in deltas)
     wait_until(lambda: backend.load().running == 0)
     backend.close()
+
+
+def test_where_one_sample_fails_the_others_do_not_run_on(wait_until):
+    def unlucky(prompt: str, request: Request) -> Answer:
+        return Answer("Hello " * 100_000) if request.sampling.seed != 5 else Answer("Hi", error=NumericalError("on purpose"))
+
+    backend, deltas = ScriptedBackend(unlucky, step_seconds=0.001), []
+    FramedCalls(backend, unframed()).submit(ask(n=3, seed=5), deltas.append)
+    wait_until(lambda: backend.load().running == 0)
+    assert isinstance(deltas[-1].error, NumericalError)
+    assert sum(delta.last for delta in deltas) == 1
+    backend.close()
+
+
+def test_where_one_sample_is_refused_the_others_do_not_run_on(wait_until):
+    backend, deltas = ScriptedBackend("Hello " * 100_000, step_seconds=0.001, max_queued=2), []
+    with pytest.raises(QueueFullError):
+        FramedCalls(backend, unframed()).submit(ask(n=3), deltas.append)
+    wait_until(lambda: backend.load().running == 0)
+    assert not any(delta.last for delta in deltas)
+    backend.close()
+
+
+def test_an_engine_that_goes_while_a_call_begins_anew_ends_it(monkeypatch):
+    """The abort of what is dropped fails first, inside the sink."""
+    backend, deltas, parts = ScriptedBackend(FENCED), [], []
+    monkeypatch.setattr(backend, "submit", lambda request, sink: parts.append((request, sink)))
+
+    def gone(request_id: str) -> None:
+        raise EngineError("on purpose")
+
+    monkeypatch.setattr(backend, "abort", gone)
+    FramedCalls(backend, unframed()).submit(ask(), deltas.append)
+    ((part, sink),) = parts
+    sink(TokenDelta(part.request_id, text=FENCED))
+    sink(TokenDelta(part.request_id, error=EngineError("on purpose")))
+    assert [type(delta.error) for delta in deltas] == [EngineError]

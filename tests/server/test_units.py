@@ -134,6 +134,15 @@ def test_thinking_that_fails_or_uses_everything_up_ends_once():
         assert [check(delta) for delta in deltas if delta.last] == [True]
 
 
+def test_thinking_that_closes_with_the_last_token_leaves_no_answer_and_says_so():
+    backend = ScriptedBackend(f"hm{MARKS.close}", inline=True)
+    room = len(backend.tokenizer.encode(f"hm{MARKS.close}"))
+    deltas: list[TokenDelta] = []
+    sampling = SamplingParams(json_schema={"type": "object"}, max_tokens=room)
+    ThinkFirst(backend, MARKS, inside=True).submit(Request(prompt_ids=(65,), sampling=sampling), deltas.append)
+    assert (deltas[-1].last, deltas[-1].finish_reason, deltas[-1].stop_match) == (True, FinishReason.LENGTH, None)
+
+
 def test_over_http_a_reasoning_model_gives_thoughts_and_then_json(serving):
     class ThinkingTokenizer(ByteTokenizer):
         def encode_chat(self, messages, *, tools=None, add_generation_prompt=True, **arguments):
