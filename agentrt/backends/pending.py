@@ -121,7 +121,7 @@ class Pending:
 
     def _give(self, delta: TokenDelta) -> None:
         sink = self._sinks.pop(delta.request_id, None) if delta.last else self._sinks.get(delta.request_id)
-        if sink is not None and not _given(sink, delta) and not delta.last:
+        if sink is not None and not given(sink, delta) and not delta.last:
             self._sinks.pop(delta.request_id, None)
             self.abort(delta.request_id)
 
@@ -136,7 +136,7 @@ class Pending:
         for call in calls.values():
             call.set_exception(self._down())
         for request_id, sink in sinks.items():
-            _given(sink, TokenDelta(request_id, error=self._down()))
+            given(sink, TokenDelta(request_id, error=self._down()))
 
     def forked(self) -> None:
         """This is a forked child: the worker is its parent's, and so is whatever was pending."""
@@ -145,7 +145,8 @@ class Pending:
         self._failure = EngineError("this process was forked from the one that the engine belongs to; start an engine of its own here")
 
 
-def _given(sink: Sink, delta: TokenDelta) -> bool:
+def given(sink: Sink, delta: TokenDelta) -> bool:
+    """Gives a sink a delta; False, and a line in the log, if it raises."""
     try:
         sink(delta)
     except BaseException:  # an exit, too, is this sink's alone

@@ -25,6 +25,7 @@ import httpx
 
 from agentrt.backend import Capabilities, FlushReport, Load, Message, Sink
 from agentrt.backends.byte_tokenizer import ByteTokenizer
+from agentrt.backends.pending import given
 from agentrt.errors import AgentrtError, EngineError, GrammarError, PromptError, QueueFullError, RequestError, UserError
 from agentrt.request import (
     CONSTRAINT_FIELDS,
@@ -61,7 +62,7 @@ class HttpBackend:
         for thread in self._threads:
             thread.start()
         self._tasks: dict[str, Future[None]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a lost stream aborts its request wherever memory is collected, so perhaps inside
         self._closed = False
         self._client = httpx.AsyncClient(
             base_url=base_url.rstrip("/"), headers=dict(headers), timeout=TIMEOUT, transport=transport
@@ -117,9 +118,14 @@ class HttpBackend:
                 self._tasks.pop(request.request_id, None)
 
     def _give(self) -> None:
+        lost: set[str] = set()  # whose sinks have raised
         while (item := self._deltas.get()) is not None:
             sink, delta = item
-            sink(delta)
+            if delta.request_id not in lost and not given(sink, delta) and not delta.last:
+                lost.add(delta.request_id)
+                self.abort(delta.request_id)
+            if delta.last:
+                lost.discard(delta.request_id)
 
     def _check(self, request: Request) -> None:
         """Refuses what this kind of server cannot do."""

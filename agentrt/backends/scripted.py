@@ -24,6 +24,7 @@ from zlib import crc32
 
 from agentrt.backend import Capabilities, FlushReport, Load, Sink
 from agentrt.backends.byte_tokenizer import ByteTokenizer
+from agentrt.backends.pending import given
 from agentrt.errors import AgentrtError, ConstraintError, EngineError, PromptError, QueueFullError, TooLongError
 from agentrt.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob, Usage
 
@@ -167,7 +168,7 @@ class ScriptedBackend:
         self._capabilities = Capabilities(model, grammars=kinds, logprobs=logprobs, max_context=max_context)
         self._cache = PrefixSet()
         self._checked: tuple[int, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a lost stream aborts its request wherever memory is collected, so perhaps inside
         self._running: dict[str, _Running] = {}
         self._inbox: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -298,12 +299,15 @@ class ScriptedBackend:
         if delta.last:
             with self._lock:
                 self._running.pop(request.request_id, None)
-        running.sink(delta)
-        return delta.last
+        if given(running.sink, delta):
+            return delta.last
+        with self._lock:
+            self._running.pop(request.request_id, None)
+        return True
 
     def _fail_all(self, active: list[_Running]) -> None:
         for running in active:
-            running.sink(TokenDelta(running.request.request_id, error=EngineError("the scripted backend was closed")))
+            given(running.sink, TokenDelta(running.request.request_id, error=EngineError("the scripted backend was closed")))
 
     # ------------------------------------------------------------------ the answers
 

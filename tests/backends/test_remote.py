@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
 import threading
 import time
 
@@ -15,6 +17,7 @@ from agentrt.backends.scripted import Answer, ScriptedBackend
 from agentrt.errors import AbortedError, EngineError, GrammarError, QueueFullError, UserError
 from agentrt.lang.expressions import assistant, gen, select, system, user
 from agentrt.lang.program import function
+from agentrt.request import FinishReason, Request
 from agentrt.server.app import create_app
 
 
@@ -251,3 +254,65 @@ def test_select_without_log_probabilities_asks_for_one_of_the_choices():
 
     assert asks.run(backend=remote).ret_value == "Rome"
     remote.close()
+
+
+def waiting_endpoint():
+    async def answer(request):
+        await asyncio.Event().wait()
+
+    return httpx.MockTransport(answer)
+
+
+def asked(remote, sink, **options):
+    request = Request(prompt_ids=tuple(remote.tokenizer.encode("Q")), **options)
+    remote.submit(request, sink)
+    return request
+
+
+def test_an_abort_right_behind_its_request_ends_it():
+    """Cancelled before its first step, a coroutine runs none of its own."""
+    remote, got, busy = OpenAI("gpt", transport=waiting_endpoint()), queue.Queue(), threading.Event()
+    remote._loop.call_soon_threadsafe(busy.wait)
+    request = asked(remote, got.put)
+    remote.abort(request.request_id)
+    busy.set()
+    assert got.get(timeout=20).finish_reason is FinishReason.ABORT
+    under_way = asked(remote, got.put)
+    remote.close()
+    last = got.get(timeout=20)
+    assert (last.request_id, last.finish_reason) == (under_way.request_id, FinishReason.ABORT)
+    assert remote.load().running == 0
+
+
+HI = [{"choices": [{"index": 0, "text": "Hi", "finish_reason": "stop"}]}]
+
+
+@pytest.mark.parametrize("make", [lambda: OpenAI("gpt", transport=endpoint(HI, [])), lambda: ScriptedBackend("Hi")], ids=["remote", "scripted"])
+def test_a_sink_that_raises_loses_its_own_request_only(make):
+    remote, got = make(), queue.Queue()
+
+    def bad(delta):
+        raise RuntimeError("on purpose")
+
+    asked(remote, bad)
+    asked(remote, got.put)
+    deltas = [got.get(timeout=20)]
+    while not deltas[-1].last:
+        deltas.append(got.get(timeout=20))
+    assert "".join(delta.text for delta in deltas) == "Hi"
+    remote.close()
+
+
+@pytest.mark.parametrize("make", [lambda: OpenAI("gpt", transport=waiting_endpoint()), ScriptedBackend], ids=["remote", "scripted"])
+def test_a_stream_that_is_lost_while_its_backend_is_busy_can_still_abort(make):
+    """Its finalizer runs wherever memory is collected, so also where this thread holds the backend's lock."""
+    backend, aborted = make(), threading.Event()
+
+    def collected_inside():
+        with backend._lock:
+            backend.abort("lost")
+        aborted.set()
+
+    threading.Thread(target=collected_inside, daemon=True).start()
+    assert aborted.wait(20)
+    backend.close()
