@@ -194,6 +194,14 @@ class ProgramTag:
     expected_calls: int = 0
     will_fork: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("program", "branch"):
+            value = getattr(self, name)
+            _check(isinstance(value, str), name, value, "a string")
+        for name in ("expected_calls", "will_fork"):
+            value = getattr(self, name)
+            _check(isinstance(value, int) and not isinstance(value, bool), name, value, "a whole number")
+
 
 def _plain_ids(ids: Iterable[Any]) -> tuple[int, ...]:
     try:

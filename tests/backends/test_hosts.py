@@ -12,7 +12,6 @@ import pytest
 
 from agentrt import Request, SamplingParams, UserError
 from agentrt.backends import hosts
-from agentrt.request import ProgramTag
 
 
 class Level(enum.IntEnum):
@@ -57,7 +56,7 @@ def test_what_means_nothing_to_the_worker_is_refused_before_it_is_sent():
 
     for nonsense in (Tag(), Tag):
         with pytest.raises(UserError, match=r"Tag means nothing to the engine's process"):
-            hosts._pickled(("submit", Request(prompt_ids=(1,), program=ProgramTag(nonsense))))
+            hosts._pickled(("call", 1, "hold", (nonsense, 1.0)))
 
 
 def test_a_stream_that_is_lost_in_the_middle_of_a_message_can_still_abort():

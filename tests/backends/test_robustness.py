@@ -21,6 +21,7 @@ import agentrt.backends.hosts
 from agentrt import Engine, FinishReason, GrammarSpec, Request, SamplingParams, UserError
 from agentrt.backend import collect, stream
 from agentrt.config import Limits
+from agentrt.request import ProgramTag
 
 LONG = {"max_tokens": 1900, "ignore_eos": True, "seed": 0}
 
@@ -53,6 +54,9 @@ BAD_CALLS = {
     "deadline, a word": lambda e: e.generate([5], SamplingParams(max_tokens=2), deadline="5"),
     "deadline, not a number": lambda e: e.generate([5], SamplingParams(max_tokens=2), deadline=float("nan")),
     "program": lambda e: e.generate([5], SamplingParams(max_tokens=2), program="p"),
+    "program, of no name": lambda e: e.generate([5], SamplingParams(max_tokens=2), program=ProgramTag(["p"])),
+    "program, calls": lambda e: e.generate([5], SamplingParams(max_tokens=2), program=ProgramTag("p", expected_calls=None)),
+    "program, fork": lambda e: e.generate([5], SamplingParams(max_tokens=2), program=ProgramTag("p", will_fork="two")),
     "prompt_tail, text": lambda e: e.generate([5], SamplingParams(max_tokens=2), prompt_tail="ab"),
     "prompt_tail, long": lambda e: e.generate([5], SamplingParams(max_tokens=2), prompt_tail=b"a" * 5000),
     "ids that are not whole": lambda e: list(stream(e, Request(prompt_ids=(5.5, 6.0)))),
