@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from agentrt.errors import AgentrtError, PromptError, UserError
 
@@ -50,9 +50,26 @@ class GrammarSpec:
     strict: bool = False
     jump_forward: Literal["on", "off", "exact_masked"] = "on"
 
+    def __post_init__(self) -> None:
+        for name, known in _SPEC_WORDS.items():
+            value = getattr(self, name)
+            _check(isinstance(value, str) and value in known, f"grammar.{name}", value, f"one of {', '.join(known)}")
+        _check(isinstance(self.source, str), "grammar.source", self.source, "text")
+        _check(isinstance(self.strict, bool), "grammar.strict", self.strict, "True or False")
+        pairs = isinstance(self.options, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.options)
+        plain = pairs and all(isinstance(name, str) and isinstance(value, str | int) for name, value in self.options)
+        _check(plain, "grammar.options", self.options, "a tuple of pairs of a name and a text, a number or a truth value")
+
     def option(self, name: str, default: Any = None) -> Any:
         """Returns the option's value, or `default`."""
         return next((value for key, value in self.options if key == name), default)
+
+
+_SPEC_WORDS: Mapping[str, tuple[str, ...]] = {
+    "kind": get_args(GrammarKind),
+    "engine": ("auto", "llguidance", "fsm"),
+    "jump_forward": ("on", "off", "exact_masked"),
+}
 
 
 def _check(condition: bool, param: str, value: object, rule: str) -> None:

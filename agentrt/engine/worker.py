@@ -138,6 +138,13 @@ class Worker:
             self._tell([TokenDelta(compiling.request.request_id, error=error)])
 
     def _on_submit(self, request: Request) -> None:
+        try:
+            self._begin(request)
+        except Exception as error:  # whatever is wrong with it, the others are not to pay for it
+            self._tell([TokenDelta(request.request_id, error=as_request_error(error))])
+
+    def _begin(self, request: Request) -> None:
+        """Submits it, or has its grammar compiled first."""
         spec = request.sampling.grammar
         begun = time.perf_counter()
         found = None if spec is None or self._grammars is None else self._grammars.find(spec, self._tokenizer)

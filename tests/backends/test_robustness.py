@@ -65,6 +65,9 @@ BAD_CALLS = {
     "text for ids": lambda e: e.cached_prefix("abc"),
     "hold": lambda e: e.hold("p", float("inf")),
     "grammar that is nonsense": lambda e: e.generate([5], SamplingParams(max_tokens=2, regex="(")),
+    "grammar of no kind": lambda e: e.generate([5], SamplingParams(max_tokens=2, grammar=GrammarSpec("nonsense", "a"))),
+    "grammar that is no text": lambda e: e.generate([5], SamplingParams(max_tokens=2, grammar=GrammarSpec("regex", 5))),
+    "grammar's options": lambda e: e.generate([5], SamplingParams(max_tokens=2, grammar=GrammarSpec("regex", "a", options=(("a", [1]),)))),
     "max_resamples": lambda e: e.generate([5], SamplingParams(max_resamples=10**9)),
     "unknown option": lambda e: e.generate([5], temperature=3),
     "request id for a list": lambda e: e.generate([[5], [6]], request_id="x"),
@@ -84,6 +87,19 @@ def test_a_grammar_that_gives_up_in_the_middle_fails_its_request_alone(engine):
     with contextlib.suppress(agentrt.UserError, agentrt.RequestError):  # an EngineError would be everybody's
         engine.generate([5, 6], SamplingParams(max_tokens=400, seed=1, ebnf="start: /([a-z ]{0,300}[aeiou]){1,200}x/"))
     assert len([t for delta in other for t in delta.token_ids]) == 60
+    assert alive(engine)
+
+
+def test_a_fault_in_taking_a_request_is_that_requests_alone(engine, monkeypatch):
+    from agentrt.grammar.compiler import GrammarCache
+
+    sampling = SamplingParams(max_tokens=2, regex="a+")
+    engine.generate([5], sampling)  # so that there is a cache to look in
+    if engine._host.THREAD != "agentrt-engine":
+        pytest.skip("what the worker's process does is not to be changed from here")
+    monkeypatch.setattr(GrammarCache, "find", lambda *_: 1 / 0)
+    with pytest.raises(agentrt.RequestError, match="division by zero"):
+        engine.generate([5], sampling)
     assert alive(engine)
 
 
