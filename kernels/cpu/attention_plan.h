@@ -60,16 +60,17 @@ struct Block {
     int64_t partial = -1;  // where its segments' results lie, if several tasks share the block
 };
 
-/// Segments [first, last) of a block; `row` is -1 for those that all rows read, else whose. `kv_head` is -1 for all of them.
+/// Segments [first, last) of a block, and some KV heads of them; `row` is -1 for segments that all rows read, else whose.
 struct Task {
-    int64_t block, row, first, last, kv_head = -1;
+    int64_t block, row, first, last, kv_first, kv_count;
 };
 
 struct Plan {
     std::vector<Row> rows;
     std::vector<Block> blocks;
     std::vector<Task> tasks;
-    std::vector<int64_t> split;  // blocks that several tasks share
+    std::vector<int64_t> shares;  // the first task of each share, which one thread does, and behind them how many tasks there are
+    std::vector<int64_t> split;   // blocks that several tasks share
     std::vector<float> partial;
     int64_t multiplications = 0;
 };
@@ -90,6 +91,7 @@ public:
         plan_.rows.clear();
         plan_.blocks.clear();
         plan_.tasks.clear();
+        plan_.shares.clear();
         plan_.split.clear();
         plan_.multiplications = 0;
         grouped_.assign(size_t(runs_.count), false);
@@ -157,44 +159,90 @@ private:
         }
     }
 
-    /// Blocks become tasks; with too few of them for the threads, each is split.
+    /// Blocks become tasks, each a share. Where they are too few for the threads there are as many shares as threads, of about the same work, and what
+    /// lies across the border of two is cut there: between segments, or between a segment's KV heads.
     void divide() {
-        int64_t pieces = 0, room = 0, tasks = 0;
+        int64_t tasks = 0;
         for (Block& block : plan_.blocks) {
             for (int64_t i = block.begin; i < block.begin + block.count; ++i)
                 block.last = std::max(block.last, segments(plan_.rows[size_t(i)].stop));
-            pieces += block.last - block.first;
             tasks += block.apart ? shape_.kv_heads : 1;
         }
         const bool few = shape_.threads > 1 && plan_.multiplications > SMALL && tasks < 4 * shape_.threads;
-        const int64_t piece = std::max<int64_t>(1, pieces / (4 * shape_.threads));
+        auto is_cut = [&](const Block& block) { return few && !block.apart && block.count * (block.last - block.first) <= 8192; };
+        work_ = done_ = room_ = 0;
+        for (const Block& block : plan_.blocks) work_ += is_cut(block) ? work_of(block) : 0;
         for (int64_t at = 0; at < int64_t(plan_.blocks.size()); ++at) {
-            Block& block = plan_.blocks[size_t(at)];
-            const int64_t count = block.last - block.first;
-            if (block.apart) {
-                for (int64_t kv_head = 0; kv_head < shape_.kv_heads; ++kv_head) plan_.tasks.push_back({at, -1, block.first, block.last, kv_head});
-            } else if (!few || count <= piece || block.count * count > 8192) {
-                plan_.tasks.push_back({at, -1, block.first, block.last});
-            } else {
-                block.partial = room;
-                room += block.count * count * (width_ + 2 * shape_.heads);
-                plan_.split.push_back(at);
-                cut(at, -1, block.first, block.common, piece);
-                for (int64_t row = 0; row < block.count; ++row)
-                    cut(at, row, block.common, segments(plan_.rows[size_t(block.begin + row)].stop), piece);
-            }
+            const Block& block = plan_.blocks[size_t(at)];
+            if (is_cut(block))
+                cut(at);
+            else if (block.apart)
+                for (int64_t kv_head = 0; kv_head < shape_.kv_heads; ++kv_head) add({at, -1, block.first, block.last, kv_head, 1}, ALONE);
+            else
+                add({at, -1, block.first, block.last, 0, shape_.kv_heads}, ALONE);
         }
-        if (int64_t(plan_.partial.size()) < room) plan_.partial.resize(size_t(room));
+        plan_.shares.push_back(int64_t(plan_.tasks.size()));
+        if (int64_t(plan_.partial.size()) < room_) plan_.partial.resize(size_t(room_));
     }
 
-    void cut(int64_t block, int64_t row, int64_t first, int64_t last, int64_t piece) {
-        for (; first < last; first += piece) plan_.tasks.push_back({block, row, first, std::min(first + piece, last)});
+    /// Calls with whose segment it is, which, and how much work: keys times rows.
+    template <class Visit>
+    void each_segment(const Block& block, Visit visit) const {
+        auto keys = [](int64_t segment, const Row& row) { return std::min<int64_t>(SEGMENT, row.stop - segment * SEGMENT); };
+        const Row* rows = plan_.rows.data() + block.begin;
+        for (int64_t segment = block.first; segment < block.common; ++segment) visit(-1, segment, block.count * keys(segment, rows[block.count - 1]));
+        for (int64_t row = 0; row < block.count; ++row)
+            for (int64_t segment = block.common; segment < segments(rows[row].stop); ++segment) visit(row, segment, keys(segment, rows[row]));
     }
 
+    int64_t work_of(const Block& block) const {
+        int64_t work = 0;
+        each_segment(block, [&](int64_t, int64_t, int64_t some) { work += some; });
+        return work;
+    }
+
+    int64_t share_of(int64_t work) const { return work * shape_.threads / work_; }
+
+    void cut(int64_t at) {
+        Block& block = plan_.blocks[size_t(at)];
+        const int64_t work = work_of(block), share = share_of(done_);
+        if (share == share_of(done_ + work - 1)) {
+            add({at, -1, block.first, block.last, 0, shape_.kv_heads}, share);
+            done_ += work;
+            return;
+        }
+        block.partial = room_;
+        room_ += block.count * (block.last - block.first) * (width_ + 2 * shape_.heads);
+        plan_.split.push_back(at);
+        each_segment(block, [&](int64_t row, int64_t segment, int64_t some) {
+            auto of = [&](int64_t kv_head) { return share_of(done_ + some * (2 * kv_head + 1) / (2 * shape_.kv_heads)); };  // by its middle
+            for (int64_t first = 0, last; first < shape_.kv_heads; first = last) {
+                for (last = first + 1; last < shape_.kv_heads && of(last) == of(first);) ++last;
+                add({at, row, segment, segment + 1, first, last - first}, of(first));
+            }
+            done_ += some;
+        });
+    }
+
+    /// A task of a share; segments of one that follow each other become one task.
+    void add(const Task& task, int64_t share) {
+        if (share == ALONE || share != share_) plan_.shares.push_back(int64_t(plan_.tasks.size()));
+        else if (Task& last = plan_.tasks.back(); last.block == task.block && last.row == task.row && last.last == task.first &&
+                                                  last.kv_count == shape_.kv_heads && task.kv_count == shape_.kv_heads) {
+            last.last = task.last;
+            return;
+        }
+        share_ = share;
+        plan_.tasks.push_back(task);
+    }
+
+    static constexpr int64_t ALONE = -1;
     const AttentionShape& shape_;
     const AttentionRuns& runs_;
     Plan& plan_;
     int64_t width_, most_;
+    int64_t work_ = 0, done_ = 0, room_ = 0;  // of blocks that may be cut: all of it, what comes before the one at hand; floats of `partial`
+    int64_t share_ = ALONE;                   // of the last task
     std::vector<bool> grouped_;
 };
 

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "attention_plan.h"
+#include "team.h"
 
 namespace agentrt {
 namespace {
@@ -41,12 +42,18 @@ void rotate(const From* head, const From* cos, const From* sin, int64_t dim, flo
     }
 }
 
-/// Where the heads of a segment's keys or values lie, and those that the pass after it reads; filled up to fours by the last. Bytes are of a head.
+/// Where the heads of a segment's keys or values lie, bytes of one, and those that the pass after it reads, bytes of all; filled up to fours by the last.
 struct Reading {
     const char* const* at;
     int64_t count, bytes;
     const char* const* next;
     int64_t next_count, next_bytes;
+};
+
+/// The slots whose keys are read next, and which KV heads of them.
+struct Next {
+    const int64_t* slots;
+    int64_t count, kv_first, kv_count;
 };
 
 /// What is asked for while few rows read a KV head of a segment. Nearby: what they read next, the same place of each slot, from the second cache into
@@ -99,7 +106,7 @@ public:
         Scratch::hold(own_.sixes, (std::max(TOGETHER, APART) * group_ + SIX - 1) / SIX);
         for (auto* memory : {&own_.peaks, &own_.weights, &own_.folded_peaks, &own_.folded_weights, &own_.before, &own_.now})
             Scratch::hold(*memory, most_rows_ + LANES);
-        take(-1);
+        take(0, shape.kv_heads);
     }
 
     /// Writes a new token's key, turned by its angles, and its value.
@@ -110,10 +117,12 @@ public:
             write_token<float>(runs, token);
     }
 
-    void run(const Task& task) {
+    /// next: what this thread does then, as far as that is known; its first keys are asked for at the end of this.
+    void run(const Task& task, const Task* next) {
         const Block& block = plan_.blocks[size_t(task.block)];
         const Row* rows = plan_.rows.data() + block.begin;
-        take(task.kv_head);
+        take(task.kv_first, task.kv_count);
+        following_ = next ? first_of(*next) : Next{};
         if (block.partial >= 0) {
             const bool common = task.row < 0;
             part(block, rows, common ? 0 : task.row, common ? block.count : 1, task.first, task.last);
@@ -122,28 +131,28 @@ public:
         }
     }
 
-    /// Folds what the tasks of a split block left.
-    void merge(const Block& block) {
+    /// Folds what the tasks of a split block left of a KV head.
+    void merge(const Block& block, int64_t kv_head) {
         const Row* rows = plan_.rows.data() + block.begin;
-        take(-1);
+        take(kv_head, 1);
         for (int64_t row = 0; row < block.count; ++row) {
             begin_fold(row, 1);
             for (int64_t segment = block.first; segment < segments(rows[row].stop); ++segment) {
-                const float* result = partial(block, row, segment);
-                weigh(row, 1, result, result + shape_.heads);
-                for (int64_t head = 0; head < shape_.heads; ++head)
-                    if (result[shape_.heads + head] != 0) fold(row * shape_.heads + head, result + 2 * shape_.heads + head * padded_);
+                const Partial result = partial(block, row, segment);
+                weigh(row, 1, result.peaks, result.weights);
+                for (int64_t head = 0; head < heads_; ++head)
+                    if (result.weights[head] != 0) fold(row * heads_ + head, result.sums + head * padded_);
             }
             finish(rows[row], row);
         }
     }
 
 protected:
-    /// What follows is about this KV head and those that read it; -1: about all.
-    void take(int64_t kv_head) {
-        kv_heads_ = kv_head < 0 ? shape_.kv_heads : 1;
+    /// What follows is about these KV heads and those that read them.
+    void take(int64_t kv_first, int64_t kv_count) {
+        kv_heads_ = kv_count;
         heads_ = kv_heads_ * group_;
-        first_ = std::max<int64_t>(kv_head, 0);
+        first_ = kv_first;
         arranged_count_ = 0;
         found_ = nullptr;
     }
@@ -167,11 +176,13 @@ protected:
     void whole(const Block& block, const Row* rows) {
         begin_fold(0, block.count);
         read_queries(rows, 0, block.count);
-        for (int64_t segment = block.first; segment < block.common; ++segment) attend<true>(rows, 0, block.count, segment, segment + 1 < block.common);
+        for (int64_t segment = block.first; segment < block.common; ++segment)
+            attend<true>(rows, 0, block.count, segment, segment + 1 < block.common, segment + 1 == block.last);
         for (int64_t row = 0, count; row < block.count; row += count) {
             for (count = 1; row + count < block.count && rows[row + count].slots == rows[row].slots;) ++count;
             const int64_t last = segments(rows[row + count - 1].stop);
-            for (int64_t segment = block.common; segment < last; ++segment) attend<true>(rows, row, count, segment, segment + 1 < last);
+            for (int64_t segment = block.common; segment < last; ++segment)
+                attend<true>(rows, row, count, segment, segment + 1 < last, row + count == block.count);
         }
         for (int64_t row = 0; row < block.count; ++row) finish(rows[row], row);
     }
@@ -179,19 +190,33 @@ protected:
     void part(const Block& block, const Row* rows, int64_t row, int64_t count, int64_t first, int64_t last) {
         read_queries(rows, row, count);
         for (int64_t segment = first; segment < last; ++segment) {
-            attend<false>(rows, row, count, segment, segment + 1 < last);
+            attend<false>(rows, row, count, segment, segment + 1 < last, true);
             for (int64_t i = row; i < row + count; ++i) {
-                float* result = partial(block, i, segment);
-                std::copy_n(own_.peaks.data() + i * heads_, heads_, result);
-                std::copy_n(own_.weights.data() + i * heads_, heads_, result + heads_);
-                std::copy_n(own_.sums.data() + i * heads_ * padded_, heads_ * padded_, result + 2 * heads_);
+                const Partial result = partial(block, i, segment);
+                std::copy_n(own_.peaks.data() + i * heads_, heads_, result.peaks);
+                std::copy_n(own_.weights.data() + i * heads_, heads_, result.weights);
+                std::copy_n(own_.sums.data() + i * heads_ * padded_, heads_ * padded_, result.sums);
             }
         }
     }
 
-    float* partial(const Block& block, int64_t row, int64_t segment) const {
-        const int64_t place = row * (block.last - block.first) + segment - block.first;
-        return plan_.partial.data() + block.partial + place * heads_ * (padded_ + 2);
+    /// What a segment gave a row, of the heads at hand.
+    struct Partial {
+        float *peaks, *weights, *sums;
+    };
+
+    Partial partial(const Block& block, int64_t row, int64_t segment) const {
+        const int64_t place = row * (block.last - block.first) + segment - block.first, heads = shape_.heads, first = first_ * group_;
+        float* const of = plan_.partial.data() + block.partial + place * heads * (padded_ + 2);
+        return {of + first, of + heads + first, of + 2 * heads + first * padded_};
+    }
+
+    /// The first keys of a task.
+    Next first_of(const Task& task) const {
+        const Block& block = plan_.blocks[size_t(task.block)];
+        const Row& row = plan_.rows[size_t(block.begin + (task.row < 0 ? block.count - 1 : task.row))];
+        const int64_t start = task.first * SEGMENT;
+        return {row.slots + start, std::min<int64_t>(SEGMENT, row.stop - start), task.kv_first, task.kv_count};
     }
 
     /// Rows of q as floats, turned by their angles, scaled, each head padded with zeros.
@@ -229,35 +254,34 @@ protected:
         }
     }
 
-    const char* place(const void* store, int64_t slot, int64_t bytes) const {
-        return static_cast<const char*>(store) + (slot * shape_.kv_heads + first_) * bytes;
-    }
-
-    /// Places of some slots, filled up to fours by the last.
-    void find(const void* store, int64_t bytes, const int64_t* slots, int64_t count, const char** to) const {
-        for (int64_t key = 0; key < count; ++key) to[key] = place(store, slots[key], bytes);
+    /// Places of some slots, from a KV head on, filled up to fours by the last.
+    void find(const void* store, int64_t bytes, const int64_t* slots, int64_t count, int64_t kv_first, const char** to) const {
+        const char* const heads = static_cast<const char*>(store) + kv_first * bytes;
+        for (int64_t key = 0; key < count; ++key) to[key] = heads + slots[key] * shape_.kv_heads * bytes;
         for (int64_t key = count; key % 4; ++key) to[key] = to[count - 1];
     }
 
     /// Inlined, since a compiler sees no effect in a call of this and leaves it out.
     __attribute__((always_inline)) void prefetch(const char* const* places, int64_t count, int64_t bytes) const {
         for (int64_t i = 0; i < count; ++i)
-            for (int64_t byte = 0; byte < kv_heads_ * bytes; byte += 64) __builtin_prefetch(places[i] + byte, 0, 2);
+            for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(places[i] + byte, 0, 2);
     }
 
-    /// One segment for rows [from, from + count): folded into what they have, or its peaks, weights and sums left as they are.
+    /// One segment for rows [from, from + count): folded into what they have, or its peaks, weights and sums left as they are. more: whether they read the
+    /// segment after it too; ends: if not, whether the task ends with this one.
     template <bool FOLDS>
-    void attend(const Row* rows, int64_t from, int64_t count, int64_t segment, bool more) {
+    void attend(const Row* rows, int64_t from, int64_t count, int64_t segment, bool more, bool ends) {
         constexpr Pass SUM = FOLDS ? FOLDED : SUMS;
         const int64_t start = segment * SEGMENT;
         int64_t stop = 0;
         for (int64_t row = from; row < from + count; ++row) stop = std::max(stop, rows[row].stop);
-        const int64_t keys = std::min<int64_t>(SEGMENT, stop - start), after = more ? std::min<int64_t>(SEGMENT, stop - start - keys) : 0;
+        const int64_t keys = std::min<int64_t>(SEGMENT, stop - start);
         const int64_t* slots = rows[from].slots + start;
-        if (slots != found_ || keys != found_count_) find(tensors_.keys, key_bytes_, slots, keys, keys_at_);
-        find(tensors_.values, value_bytes_, slots, keys, values_at_);
-        const Reading first{keys_at_, keys, key_bytes_, values_at_, keys, value_bytes_};
-        const Reading then{values_at_, keys, value_bytes_, next_at_, after, key_bytes_};
+        const Next next = more ? Next{slots + keys, std::min<int64_t>(SEGMENT, stop - start - keys), first_, kv_heads_} : ends ? following_ : Next{};
+        if (slots != found_ || keys != found_count_) find(tensors_.keys, key_bytes_, slots, keys, first_, keys_at_);
+        find(tensors_.values, value_bytes_, slots, keys, first_, values_at_);
+        const Reading first{keys_at_, keys, key_bytes_, values_at_, keys, kv_heads_ * value_bytes_};
+        const Reading then{values_at_, keys, value_bytes_, next_at_, next.count, next.kv_count * key_bytes_};
         const bool many = count * group_ >= MANY;
         if (many) {
             arrange(from, count);
@@ -265,7 +289,7 @@ protected:
         } else {
             pass_of_few<SCORES>(first, from, count);
         }
-        find(tensors_.keys, key_bytes_, slots + keys, after, next_at_);
+        find(tensors_.keys, key_bytes_, next.slots, next.count, next.kv_first, next_at_);
         const bool all_seen = soften(rows, from, count, start, keys);
         kernel().softened(then, from, count, all_seen);
         if constexpr (FOLDS) weigh(from, count, own_.peaks.data() + from * heads_, own_.weights.data() + from * heads_);
@@ -274,7 +298,7 @@ protected:
         else
             pass_of_few<SUM>(then, from, count);
         std::swap(keys_at_, next_at_);
-        found_ = after ? slots + keys : nullptr, found_count_ = after;
+        found_ = next.slots, found_count_ = next.count;
     }
 
     /// For few rows, a KV head after the other.
@@ -282,7 +306,7 @@ protected:
     void pass_of_few(const Reading& reading, int64_t from, int64_t count) {
         const int64_t keys = reading.count, next = reading.next_count, whole = (keys + 3) / 4;
         const int64_t parts = padded_ / WIDE + padded_ % WIDE / LANES, steps = kv_heads_ * (PASS == SCORES ? 1 : parts) * whole;
-        Ahead ahead{reading.at, 0, next < keys ? reading.at : reading.next, reading.next, next, kv_heads_ * reading.next_bytes, ((next << 20) + steps - 1) / steps, 0};
+        Ahead ahead{reading.at, 0, next < keys ? reading.at : reading.next, reading.next, next, reading.next_bytes, ((next << 20) + steps - 1) / steps, 0};
         kernel().template at_hand<PASS>(reading.at, keys, [&](auto from_type, const char* const* at, int64_t stride) {
             for (int64_t head = 0; head < kv_heads_; ++head) {
                 ahead.byte += reading.bytes;
@@ -523,6 +547,7 @@ private:
     int64_t sixes_ = 0, arranged_from_ = 0, arranged_count_ = 0;
     const char* places_[3][SEGMENT];
     const char **keys_at_ = places_[0], **values_at_ = places_[1], **next_at_ = places_[2];
+    Next following_{};
     const int64_t* found_ = nullptr;  // slots whose keys' places are known, so many
     int64_t found_count_ = 0;
 };
@@ -534,11 +559,17 @@ void attend(const AttentionShape& shape, const AttentionRuns& runs, const Tensor
     Kernel kernel(shape, tensors, plan, memory);
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < runs.tokens; ++token) kernel.write_token(runs, token);
+    const int64_t shares = int64_t(plan.shares.size()) - 1, merges = int64_t(plan.split.size()) * shape.kv_heads;
+    auto task = [&](int64_t at) { return plan.tasks.data() + at; };
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < int64_t(plan.tasks.size()); ++task) kernel.run(plan.tasks[size_t(task)]);
-    if (plan.split.empty()) return;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t block = 0; block < int64_t(plan.split.size()); ++block) kernel.merge(plan.blocks[size_t(plan.split[size_t(block)])]);
+    for (int64_t share = 0; share < shares; ++share) {
+        const int64_t stop = plan.shares[size_t(share + 1)], then = share + omp_get_num_threads();  // if all shares take the same time
+        for (int64_t at = plan.shares[size_t(share)]; at < stop; ++at)
+            kernel.run(*task(at), at + 1 < stop ? task(at + 1) : then < shares ? task(plan.shares[size_t(then)]) : nullptr);
+    }
+    if (!merges) return;
+#pragma omp for schedule(static)
+    for (int64_t at = 0; at < merges; ++at) kernel.merge(plan.blocks[size_t(plan.split[size_t(at / shape.kv_heads)])], at % shape.kv_heads);
 }
 
 /// Plans, and does that in a team of its own.
