@@ -89,7 +89,12 @@ def _built(name: str) -> Built:
         return Built(None, "off, since AGENTRT_NATIVE=0; the torch path runs")
     try:
         path = _library(name)
-        return Built(ctypes.CDLL(str(path)), f"native, {path}")
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:  # cut short, by a machine that went down, say; once more, or the slow path would run for good
+            path.unlink()
+            library = ctypes.CDLL(str(_library(name)))
+        return Built(library, f"native, {path}")
     except (_OutOfTime, filelock.Timeout):
         raise  # and so nothing is remembered
     except (_CannotBuild, OSError) as error:

@@ -61,6 +61,17 @@ def test_a_source_is_built_once_and_anew_when_it_changes(tmp_path, monkeypatch):
 
 
 @needs_compiler
+def test_a_library_that_was_cut_short_is_built_anew(tmp_path):
+    build.load("team")
+    (path,) = (tmp_path / "home" / "kernels").glob("*.so")
+    whole = path.read_bytes()
+    path.unlink()  # not written over: this process has it mapped
+    path.write_bytes(whole[:100])
+    build.forget()
+    assert build.load("team").team(2) == 2
+
+
+@needs_compiler
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
 @pytest.mark.slow
 def test_there_is_one_openmp_library_in_the_process(tmp_path):
