@@ -6,6 +6,7 @@ A worker never outlives the process that started it. A forked child has no worke
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import queue
@@ -30,6 +31,8 @@ CLOSE_SECONDS = 10.0
 
 #: Looks at a barrier before a thread of the worker's sleeps. Beside nothing else 500 are as good as 5,000; beside a busy process fewer are better.
 SPINS = "500"
+
+_log = logging.getLogger("agentrt")
 
 
 class Host(Protocol):
@@ -152,21 +155,27 @@ class ProcessHost:
     def _read(self, receive: Receive) -> None:
         try:
             while True:
-                receive(self._reader.recv())
+                message = self._reader.recv()
+                if message[0] == "ready" and (said := self._said()):  # that there are no native kernels, say: nobody else hears it
+                    _log.warning("the engine's process said:\n%s", said)
+                receive(message)
         except (EOFError, OSError):
             reason = f"the engine's process ended with status {self._process.wait()}{self._last_words()}"
         except Exception as error:
             reason = f"a message from the engine's process could not be read: {error!r}"
         receive(("failed", EngineError(reason)))
 
-    def _last_words(self) -> str:
+    def _said(self) -> str:
+        """The end of what the process wrote for people; read where it lies, since the place of the next line is the process' own."""
         try:
-            size = self._errors.seek(0, os.SEEK_END)
-            self._errors.seek(max(size - 2000, 0))
-            text = self._errors.read().decode(errors="replace").strip()
+            file = self._errors.fileno()
+            return os.pread(file, 2000, max(os.fstat(file).st_size - 2000, 0)).decode(errors="replace").strip()
         except ValueError:  # closed
-            text = ""
-        return f"; its last words were:\n{text}" if text else ""
+            return ""
+
+    def _last_words(self) -> str:
+        said = self._said()
+        return f"; its last words were:\n{said}" if said else ""
 
     def close(self) -> None:
         """Ends the process; in a forked child, which has none, does nothing."""

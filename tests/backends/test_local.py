@@ -98,6 +98,15 @@ def test_an_engine_that_cannot_start_says_why(tiny_model):
         Engine("nowhere")
 
 
+def test_what_the_worker_warns_of_is_heard(tiny_model, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("AGENTRT_HOME", str(tmp_path))
+    monkeypatch.delenv("AGENTRT_NATIVE", raising=False)
+    with engine_on(tiny_model) as engine:
+        assert len(engine.generate([1], SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
+    assert "no native kernels, the slower torch path runs" in caplog.text
+
+
 def test_a_start_brings_nothing_that_only_constraints_and_chats_need(tiny_model):
     code = f"""
 import sys, agentrt
