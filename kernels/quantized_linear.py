@@ -1,7 +1,7 @@
-"""A linear layer whose weights have 4, 5 or 8 bits and whose activations have 8: the format, its reference, and the native kernel.
+"""A linear layer whose weights have 4, 5, 6 or 8 bits and whose activations have 8: the format, its reference, and the native kernel.
 
-Weights and activations are quantised in groups of 32 along the input. A weight is ``scale * q + minimum`` (4 and 5 bits) or
-``scale * q`` (8 bits); an activation is ``scale * q`` with a scale of its own row and group. The reference puts the
+Weights and activations are quantised in groups of 32 along the input. A weight is ``scale * q + minimum`` (4 and 5 bits),
+``scale * factor * (q - 32)`` with a factor for each half of a group (6 bits), or ``scale * q`` (8 bits); an activation is ``scale * q`` with a scale of its own row and group. The reference puts the
 activations on that grid and multiplies in float32; the kernel (`cpu/linear.cpp`) sums each group in integers. Invariant:
 they agree to rounding at every number of rows, and with the kernel a row's result is the same, bit for bit, in any
 company. The idea of blocks with a scale is llama.cpp's; the layout is ours.
@@ -30,10 +30,11 @@ class QuantizedWeight:
 
     Attributes:
         inputs: Columns; the last group may be padded.
-        bits: Of a weight: 4, 5 or 8.
-        q: [out, groups, 32]: uint8 from 0 to 15 or to 31, or int8.
+        bits: Of a weight: 4, 5, 6 or 8.
+        q: [out, groups, 32]: uint8 below 2 ** bits, or int8.
         scale: [out, groups], float16 or float32.
-        minimum: The same; None at 8 bits, where there is none.
+        minimum: The same at 4 and 5 bits.
+        factors: int8 [out, groups, 2] at 6 bits.
     """
 
     inputs: int
@@ -41,9 +42,13 @@ class QuantizedWeight:
     q: Tensor
     scale: Tensor
     minimum: Tensor | None = None
+    factors: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """The matrix in float32, [out, in]."""
+        if self.factors is not None:
+            scales = self.scale.float().unsqueeze(-1) * self.factors.float()
+            return (self.q.float() - _middle(self.bits)).mul_(scales.repeat_interleave(GROUP // 2, -1)).flatten(1)[:, : self.inputs]
         values = self.q.float().mul_(self.scale.float().unsqueeze(-1))
         if self.minimum is not None:
             values.add_(self.minimum.float().unsqueeze(-1))
@@ -55,7 +60,7 @@ class QuantizedWeight:
         Args:
             values: [out, in], what the matrix means.
         """
-        if self.minimum is None:
+        if self.bits == 8:
             return self
         if _centred(self):
             return QuantizedWeight(self.inputs, 8, self.q.to(torch.int8) - _middle(self.bits), self.scale)
@@ -152,7 +157,7 @@ class PackedWeight:
 
     Attributes:
         inputs, outputs: Columns and rows.
-        bits: Of a weight: 4, 5 or 8.
+        bits: Of a weight: 4, 5, 6 or 8.
         half: Whether scales are float16, not float32.
         minima: Whether it has minima; without, they are -8 times their scales at 4 bits, -16 times at 5.
         packed: uint8, begins at a cache line.
@@ -173,8 +178,10 @@ def pack(library: ctypes.CDLL, weight: QuantizedWeight) -> PackedWeight:
     minimum = None if weight.minimum is None or _centred(weight) else weight.minimum.contiguous()
     packed = packed_memory.take(library.linear_packed_bytes(outputs, groups, weight.bits, half, minimum is not None))
     q, scale = weight.q.contiguous(), weight.scale.contiguous()
+    factors = None if weight.factors is None else weight.factors.contiguous()
     library.linear_pack(
-        q.data_ptr(), scale.data_ptr(), _address(minimum), outputs, groups, weight.bits, half, packed.data_ptr(), torch.get_num_threads()
+        *(q.data_ptr(), scale.data_ptr(), _address(minimum), _address(factors)),
+        *(outputs, groups, weight.bits, half, packed.data_ptr(), torch.get_num_threads()),
     )
     return PackedWeight(weight.inputs, outputs, weight.bits, half, minimum is not None, packed)
 
@@ -234,7 +241,7 @@ def _native() -> ctypes.CDLL | None:
         library.linear_isa.restype = ctypes.c_char_p
         library.linear_packed_bytes.argtypes = (_LONG, _LONG, _INT, _INT, _INT)
         library.linear_packed_bytes.restype = _LONG
-        library.linear_pack.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _INT)
+        library.linear_pack.argtypes = (_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _INT)
         library.linear_pack.restype = None
         library.linear_run.argtypes = (
             *(_POINTER, _LONG, _LONG, _LONG),  # x, its stride, rows, inputs

@@ -1,9 +1,7 @@
 """Quantised matrices as a GGUF file has them, from a converted folder to the kernels' format, without going through float.
 
-Kinds that fit the format are held exactly: Q4_0, Q4_1 and Q4_K in 4 bits, Q5_0, Q5_1 and Q5_K in 5, Q8_0 in 8. Q6_K, whose groups
-of 16 do not fit, is put into 8 bits from its values. The layouts are ggml's
-(https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). Invariant: what is called exact here dequantises to
-the very float32 values of the converted folder.
+The layouts are ggml's (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). Invariant: a matrix dequantises to the very float32 values of
+the converted folder.
 """
 
 from __future__ import annotations
@@ -32,32 +30,26 @@ class GgufBlocks:
         """Whether there are any."""
         return bool(self._kinds)
 
-    def __call__(self, name: str, values: Tensor) -> list[QuantizedWeight]:
+    def __call__(self, name: str) -> list[QuantizedWeight]:
         """The parts of a matrix, its rows in order; empty if it is not stored quantised.
 
         Args:
             name: Such as "model.layers.0.mlp.down_proj.weight".
-            values: The matrix in float32, [out, in], for kinds that are not exact.
         """
         parts: list[QuantizedWeight] = []
-        row = 0
         while (part := f"{name}.{len(parts)}") in self._kinds:
-            raw = self._file.get_tensor(part)
-            parts.append(from_blocks(self._kinds[part], raw, values[row : row + raw.shape[0]]))
-            row += raw.shape[0]
+            parts.append(from_blocks(self._kinds[part], self._file.get_tensor(part)))
         return parts
 
 
-def from_blocks(kind: str, raw: Tensor, values: Tensor) -> QuantizedWeight:
+def from_blocks(kind: str, raw: Tensor) -> QuantizedWeight:
     """One matrix.
 
     Args:
         kind: GGML's name of the type.
         raw: uint8 [out, bytes a row].
-        values: float32 [out, in], what the bytes mean.
     """
-    decode = _EXACT.get(kind)
-    return QuantizedWeight.of(values, 8) if decode is None else decode(raw)
+    return _KINDS[kind](raw)
 
 
 def _q4_0(raw: Tensor) -> QuantizedWeight:
@@ -107,7 +99,18 @@ def _q5_k(raw: Tensor) -> QuantizedWeight:
     return QuantizedWeight(blocks.shape[1] * 256, 5, q.flatten(1, 2), *_eight_scales(blocks))
 
 
-_EXACT = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q5_K": _q5_k, "Q8_0": _q8_0}
+def _q6_k(raw: Tensor) -> QuantizedWeight:
+    """Twice 64 bytes of two halves, four upper bits of as many numbers in each of twice 32 bytes, a factor for each 16 numbers, a scale for all."""
+    blocks = raw.unflatten(1, (-1, 210))
+    lower, upper = blocks[..., :128].unflatten(-1, (2, 1, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    twos = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).unsqueeze(-1)
+    q = torch.cat((lower & 15, lower >> 4), -2).flatten(-3) | (upper >> twos & 3).flatten(-3) << 4
+    factors = blocks[..., 192:208].contiguous().view(torch.int8).unflatten(-1, (8, 2))
+    scale = _halfs(blocks[..., 208:]).unsqueeze(-1).expand(-1, -1, 8).flatten(1)
+    return QuantizedWeight(blocks.shape[1] * 256, 6, q.unflatten(-1, (8, 32)).flatten(1, 2), scale, factors=factors.flatten(1, 2))
+
+
+_KINDS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q8_0": _q8_0}
 
 
 def _halfs(pairs: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from agentrt.kernels.quantized_linear import QuantizedWeight, quantized_linear
 Linear = Callable[[Tensor], Tensor]  #: [rows, in] -> [rows, out], in the dtype that came in
 LinearFactory = Callable[[str, Tensor, Tensor | None], Linear]  #: name, weight [out, in], bias [out] or None
 
-#: The weight's name and float values -> its parts as a checkpoint has them quantised, rows in order; empty: it has not.
-StoredWeights = Callable[[str, Tensor], Sequence[QuantizedWeight]]
+#: The weight's name -> its parts as a checkpoint has them quantised, rows in order; empty: it has not.
+StoredWeights = Callable[[str], Sequence[QuantizedWeight]]
 
 #: One part and its bias -> what multiplies by it.
 Hold = Callable[[QuantizedWeight, Tensor | None], Linear]
@@ -37,11 +37,11 @@ def dense(name: str, weight: Tensor, bias: Tensor | None) -> Linear:
 class Quantized:
     """Weights in 4 or 8 bits: as the checkpoint has them, if it has them so, else quantised here.
 
-    "4 bits" means none below 4: what a checkpoint holds in 5 bits or 8 stays so, what it holds in others gets 8, and so does an
-    output head that it holds in float, since a head's errors reach the logits at once. "8 bits" means 8 for every weight.
+    "4 bits" means none below 4: what a checkpoint holds in 5, 6 or 8 bits stays so, and an output head that it holds in
+    float gets 8, since a head's errors reach the logits at once. "8 bits" means 8 for every weight.
     """
 
-    def __init__(self, bits: int, stored: StoredWeights, hold: Hold = quantized_linear, held: Container[int] = (4, 5, 8)) -> None:
+    def __init__(self, bits: int, stored: StoredWeights, hold: Hold = quantized_linear, held: Container[int] = (4, 5, 6, 8)) -> None:
         """A factory.
 
         Args:
@@ -58,7 +58,7 @@ class Quantized:
     def __call__(self, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
         """Holds one matrix."""
         bits = 8 if name == _HEAD else self._bits
-        parts = list(self._stored(f"{name}.weight", weight)) or [QuantizedWeight.of(weight, bits)]
+        parts = list(self._stored(f"{name}.weight")) or [QuantizedWeight.of(weight, bits)]
         rows = [part.q.shape[0] for part in parts]
         joined = _joined(
             [part if part.bits in self._held else part.in_8_bits(values) for part, values in zip(parts, weight.split(rows), strict=True)]
@@ -73,11 +73,16 @@ def _joined(parts: list[QuantizedWeight]) -> list[QuantizedWeight]:
     joined = []
     for _, group in groupby(parts, lambda part: (part.bits, part.scale.dtype)):
         alike = list(group)
-        minima = [part.minimum for part in alike if part.minimum is not None]
-        minimum = torch.cat(minima) if minima else None
+        minimum, factors = (_together([getattr(part, name) for part in alike]) for name in ("minimum", "factors"))
         q, scale = torch.cat([part.q for part in alike]), torch.cat([part.scale for part in alike])
-        joined.append(QuantizedWeight(alike[0].inputs, alike[0].bits, q, scale, minimum))
+        joined.append(QuantizedWeight(alike[0].inputs, alike[0].bits, q, scale, minimum, factors))
     return joined
+
+
+def _together(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """All, or none of them are there."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(there) if there else None
 
 
 class SideBySide:

@@ -311,12 +311,12 @@ class _FusedWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._shapes)
 
-    def stored(self, name: str, values: Tensor) -> Sequence[QuantizedWeight]:
+    def stored(self, name: str) -> Sequence[QuantizedWeight]:
         """A matrix as the folder has it quantised, part by part; empty if it has it in float."""
         if isinstance(self._files, QuantizedFiles):
             parts = [self._files.quantized(stored) for stored in self._stored(name)]
             return [] if None in parts else [part for part in parts if part is not None]
-        return self._blocks("model.embed_tokens.weight" if name == "lm_head.weight" and self._flags.tied else name, values)
+        return self._blocks("model.embed_tokens.weight" if name == "lm_head.weight" and self._flags.tied else name)
 
     def packed(self, name: str) -> list[AwqWeight] | list[RowScaled]:
         """A matrix as the folder has it packed, part by part; empty if not all of it is, in one way."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from agentrt.kernels.quantized_linear import QuantizedWeight
-from torch import Tensor
 
 from agentrt.models.config import ModelConfig
 from agentrt.models.decoder import Decoder, weight_shapes
@@ -22,8 +21,7 @@ def few_bits(layout: str, config: ModelConfig, device: torch.device) -> DeviceLi
     """Holds random matrices in that layout, and the head in groups of 8 bits."""
     shapes = weight_shapes(config)
 
-    def grouped(name: str, values: Tensor) -> list[QuantizedWeight]:
-        del values
+    def grouped(name: str) -> list[QuantizedWeight]:
         out, inputs = shapes["model.embed_tokens.weight" if "lm_head" in name else name]
         scale = torch.full((out, inputs // 32), inputs**-0.5 / (40 if layout == "q8" or "lm_head" in name else 5), device=device)
         if layout == "q8" or "lm_head" in name:

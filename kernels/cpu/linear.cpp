@@ -1,15 +1,16 @@
-// Linear layers with weights of 4, 5 or 8 bits and activations of 8 bits: y = dequantised(x) times dequantised(W), plus bias.
+// Linear layers with weights of 4, 5, 6 or 8 bits and activations of 8 bits: y = dequantised(x) times dequantised(W), plus bias.
 //
 // Weights and activations are quantised in groups of 32 along the input. A weight is scale * q + minimum (4 and 5 bits, q
-// from 0 on) or scale * q (8 bits, q from -127 to 127); an activation is scale * q with a scale of its own row and group.
-// At 4 and 5 bits a sum of products is that of q - 8 or q - 16, so that it fits 16 bits (5 bits: in two parts) and needs no
-// minimum where that is as many times -scale. Products within a group are summed exactly, in integers; groups are added in
-// float32, always in the same order. So a row's result is the same, bit for bit, alone and in any company, and on any
-// number of threads; and the same numbers held in more bits give the same result.
+// from 0 on), scale * factor * (q - 32) with a factor of 8 bits for each half of a group (6 bits), or scale * q (8 bits, q from
+// -127 to 127); an activation is scale * q with a scale of its own row and group. Below 8 bits a sum of products is that of
+// q less its middle value, so that it fits 16 bits (at 5 and 6 bits: in two parts), and at 4 and 5 bits it needs no minimum
+// where that is as many times -scale. Products within a group are summed exactly, in integers, times their factors too; groups
+// are added in float32, always in the same order. So a row's result is the same, bit for bit, alone and in any company, and
+// on any number of threads; and the same numbers held in more bits give the same result.
 //
 // Outputs are the vector's lanes: 16 or 32 of them make a block, and a group of a block lies in one piece of memory,
 //
-//     scale[outputs] (float16 or float32), minimum[outputs] (the same; if there are any), q[steps][outputs][inputs of a step]
+//     scale[outputs] (float16 or float32), minimum[outputs] (the same; if there are any), factor[2][outputs] (6 bits), q[steps][outputs][inputs of a step]
 //
 // where steps share bytes if weights have fewer than 8 bits, as `linear_lines.h` says. The inputs of a step, four or two, are
 // those that an instruction multiplies and adds; an activation's are broadcast to all lanes.
@@ -19,8 +20,8 @@
 // itself, where taking turns group by group they would wait for each other. So many groups that most matrices' fit: beginning
 // and ending costs a tile as much as several groups do.
 //
-// Here are the tiles, who takes which of them, and how weights are packed. Vectors are in `linear_lanes.h`, activations in
-// `linear_activations.h`, the dot products of a group in `linear_dots.h`. The model of all this in Python, which says the same in
+// Here are the tiles, who takes which of them, and packing. Vectors are in `linear_lanes.h`, activations in `linear_activations.h`,
+// where each weight lies in `linear_lines.h`, the dot products of a group in `linear_dots.h`. The model of all this in Python, which says the same in
 // float32, is `reference` in kernels/quantized_linear.py.
 
 #include <algorithm>
@@ -52,7 +53,7 @@ struct Format {
     int outputs() const { return outputs_of(bits); }
     int64_t blocks(int64_t all) const { return (all + outputs() - 1) / outputs(); }
     size_t scales_bytes() const { return outputs() * (half ? 2 : 4) * (minima ? 2 : 1); }
-    size_t group_bytes() const { return scales_bytes() + outputs() * GROUP * bits / 8; }
+    size_t group_bytes() const { return scales_bytes() + outputs() * bytes_of(bits); }
 };
 
 // The same where it is known to the compiler.
@@ -61,7 +62,7 @@ struct Kind {
     using Scale = std::conditional_t<HALF, uint16_t, float>;
     static constexpr bool minima = MINIMA;
     static constexpr int bits = BITS, outputs = outputs_of(BITS);
-    static constexpr size_t scales_bytes = outputs * sizeof(Scale) * (MINIMA ? 2 : 1), group_bytes = scales_bytes + outputs * GROUP * BITS / 8;
+    static constexpr size_t scales_bytes = outputs * sizeof(Scale) * (MINIMA ? 2 : 1), group_bytes = scales_bytes + outputs * bytes_of(BITS);
 };
 
 struct Output {
@@ -88,7 +89,7 @@ inline void add_scaled(const uint8_t* weights, const Rows<Kind::bits>& x, int gr
             totals[r][part] = fma(product, scale, totals[r][part]);
         }
         if constexpr (Kind::minima) {
-            const Lanes minimum = fma(scale, float(middle_of(Kind::bits)), load(scales + OUTPUTS));  // of q - 8 or q - 16
+            const Lanes minimum = fma(scale, float(middle_of(Kind::bits)), load(scales + OUTPUTS));  // of q less its middle
             for (int r = 0; r < ROWS; ++r) totals[r][part] = fma(minimum, x.total[r * x.stride + group], totals[r][part]);
         }
     }
@@ -173,7 +174,7 @@ void tile(const uint8_t* weights, const Activations& x, int64_t row, const Outpu
     const Output end = whole ? Output{out.y + row * out.stride + first, out.stride, out.bias ? out.bias + first : nullptr, OUTPUTS}
                              : Output{&y[0][0], OUTPUTS, nullptr, OUTPUTS};
     const size_t at = size_t(row) * x.groups;
-    const Rows<Kind::bits> rows{&x.q[at * q_bytes_of(Kind::bits)], &x.start[at], &x.scale[at], &x.total[at], size_t(x.groups)};
+    const Rows<Kind::bits> rows{&x.q[at * q_bytes_of(Kind::bits)], &x.start[at * halves_of(Kind::bits)], &x.scale[at], &x.total[at], size_t(x.groups)};
     const bool ask = !row;  // the tiles after the first find a block's weights where it left them
     if constexpr (PANEL == 1)
         add_groups<Kind, ROWS>(weights, rows, x.groups, ask, end);
@@ -216,6 +217,7 @@ void multiply(const Activations& x, int64_t rows, const Weights& weights, const 
 using Multiply = void (*)(const Activations&, int64_t, const Weights&, const Output&, int64_t);
 Multiply multiply_of(Format format) {
     if (format.bits == 8) return format.half ? multiply<Kind<8, true, false>> : multiply<Kind<8, false, false>>;
+    if (format.bits == 6) return format.half ? multiply<Kind<6, true, false>> : multiply<Kind<6, false, false>>;
     if (format.bits == 5 && format.minima) return format.half ? multiply<Kind<5, true, true>> : multiply<Kind<5, false, true>>;
     if (format.bits == 5) return format.half ? multiply<Kind<5, true, false>> : multiply<Kind<5, false, false>>;
     if (format.minima) return format.half ? multiply<Kind<4, true, true>> : multiply<Kind<4, false, true>>;
@@ -268,21 +270,34 @@ void share_outputs(const Input& input, int64_t rows, const Weights& weights, con
 }
 
 using Put = void (*)(const uint8_t*, uint8_t*, int);
-Put put_of(int bits) { return bits == 4 ? put<4> : bits == 5 ? put<5> : put<8>; }
+Put put_of(int bits) { return bits == 4 ? put<4> : bits == 5 ? put<5> : bits == 6 ? put<6> : put<8>; }
+
+// A weight as it comes to be packed.
+template <class Scale>
+struct Unpacked {
+    const uint8_t* q;        // [output][group][32]
+    const Scale *scale;      // [output][group]
+    const Scale *minimum;    // the same, or null
+    const uint8_t* factors;  // [output][group][2] at 6 bits
+    int64_t outputs, groups;
+};
 
 template <class Scale>
-void pack_block(Format format, const uint8_t* q, const Scale* scale, const Scale* minimum, int64_t outputs, int64_t groups, int64_t block,
-                uint8_t* to) {
-    const int lanes = format.outputs(), together = together_of(format.bits);
+void pack_block(Format format, const Unpacked<Scale>& from, int64_t block, uint8_t* to) {
+    const int lanes = format.outputs(), together = together_of(format.bits), halves = halves_of(format.bits), inputs = GROUP / halves;
     const Put put = put_of(format.bits);
-    for (int64_t group = 0; group < groups; ++group, to += format.group_bytes()) {
+    for (int64_t group = 0; group < from.groups; ++group, to += format.group_bytes()) {
         std::memset(to, 0, format.group_bytes());
         auto* scales = reinterpret_cast<Scale*>(to);
-        for (int lane = 0; lane < lanes && block * lanes + lane < outputs; ++lane) {
-            const int64_t at = (block * lanes + lane) * groups + group;
-            scales[lane] = scale[at];
-            if (format.minima) scales[lanes + lane] = minimum[at];
-            put(q + at * GROUP, to + format.scales_bytes() + lane * together, lanes * together);
+        uint8_t* const weights = to + format.scales_bytes();
+        for (int lane = 0; lane < lanes && block * lanes + lane < from.outputs; ++lane) {
+            const int64_t at = (block * lanes + lane) * from.groups + group;
+            scales[lane] = from.scale[at];
+            if (format.minima) scales[lanes + lane] = from.minimum[at];
+            for (int half = 0; half < halves; ++half) {
+                if (format.bits == 6) weights[half * lanes + lane] = from.factors[at * 2 + half];
+                put(from.q + at * GROUP + half * inputs, weights + lines_at(format.bits, lanes, half) + lane * together, lanes * together);
+            }
         }
     }
 }
@@ -303,22 +318,22 @@ int64_t linear_packed_bytes(int64_t outputs, int64_t groups, int bits, int half,
     return format.blocks(outputs) * groups * int64_t(format.group_bytes());
 }
 
-// q: a byte for each weight, [output][group][32]. scale, minimum: [output][group], float16 if half, else float32; minimum
-// may be null.
-void linear_pack(const uint8_t* q, const void* scale, const void* minimum, int64_t outputs, int64_t groups, int bits,
-                 int half, uint8_t* packed, int threads) {
+// q: a byte for each weight, [output][group][32]. scale, minimum: [output][group], float16 if half, else float32; minimum may be null. factors: at 6 bits
+// [output][group][2], from -128 to 127.
+void linear_pack(const uint8_t* q, const void* scale, const void* minimum, const uint8_t* factors, int64_t outputs, int64_t groups, int bits, int half,
+                 uint8_t* packed, int threads) {
     const Format format{bits, half != 0, minimum != nullptr};
     const int64_t blocks = format.blocks(outputs);
     const int64_t size = groups * int64_t(format.group_bytes());
+    auto all = [&](const auto* scales, const auto* minima) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t block = 0; block < blocks; ++block) {
-        if (half)
-            pack_block(format, q, static_cast<const uint16_t*>(scale), static_cast<const uint16_t*>(minimum), outputs, groups, block,
-                       packed + block * size);
-        else
-            pack_block(format, q, static_cast<const float*>(scale), static_cast<const float*>(minimum), outputs, groups, block,
-                       packed + block * size);
-    }
+        for (int64_t block = 0; block < blocks; ++block)
+            pack_block(format, Unpacked<std::decay_t<decltype(*scales)>>{q, scales, minima, factors, outputs, groups}, block, packed + block * size);
+    };
+    if (half)
+        all(static_cast<const uint16_t*>(scale), static_cast<const uint16_t*>(minimum));
+    else
+        all(static_cast<const float*>(scale), static_cast<const float*>(minimum));
 }
 
 // Memory of the calling thread that a team may use together; there as long as the thread is.

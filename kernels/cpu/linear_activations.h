@@ -16,45 +16,44 @@ namespace {
 
 // Bytes of a row's group.
 #if defined(ISA_AVX2)
-constexpr int q_bytes_of(int bits) { return bits == 5 ? GROUP : 2 * GROUP; }  // 4: each pair of bytes twice; 8: in 16 bits
+constexpr int q_bytes_of(int bits) { return bits == 5 || bits == 6 ? GROUP : 2 * GROUP; }  // else each pair of bytes twice (4 bits), or bytes in 16 bits (8)
 #else
 constexpr int q_bytes_of(int) { return GROUP; }
 #endif
 
-// What a weight that is stored without a sign is less by in sums, so that those are small and most minima are not needed.
-constexpr int middle_of(int bits) { return bits == 4 ? 8 : bits == 5 ? 16 : 0; }
+// The middle one of a weight's values, if it is stored without a sign; sums are of weights less that.
+constexpr int middle_of(int bits) { return bits == 8 ? 0 : 1 << (bits - 1); }
 
 // Rows quantised to 8 bits for weights of so many bits. Memory of the calling thread, kept for its next call.
 struct Activations {
     int bits = 0, groups = 0;
     std::vector<int8_t> q;       // [row][group], q_bytes_of(bits) each
-    std::vector<int32_t> start;  // [row][group]: what a sum in a lane begins with
+    std::vector<int32_t> start;  // [row][group][halves_of(bits)]: what a sum in a lane begins with
     std::vector<float> scale;    // [row][group]
     std::vector<float> total;    // [row][group]: scale * sum of q
 
     void resize(int64_t rows, int group_count, int weight_bits) {
         bits = weight_bits;
         groups = group_count;
-        const size_t count = size_t(rows) * groups, bytes = count * q_bytes_of(bits);
+        const size_t count = size_t(rows) * groups, bytes = count * q_bytes_of(bits), starts = count * halves_of(bits);
         if (q.size() < bytes) q.resize(bytes);
+        if (start.size() < starts) start.resize(starts);
         if (scale.size() < count) {
-            start.resize(count);
             scale.resize(count);
             total.resize(count);
         }
     }
 };
 
-// What a lane's sum begins with, for the sum of a row's q, and for that of the first two of each four q and of the others, of 16 bits each.
-inline int32_t start_of(int bits, int32_t sum, int32_t pair) {
+// What a lane's sum begins with. A pair of 16 bits each: the sum of the first two of each four q, and of the others.
+inline int32_t start_of(int bits, int32_t pair) {
+    const int32_t first = int16_t(pair), second = int16_t(uint32_t(pair) >> 16), sum = first + second;
 #if defined(ISA_AVX2)  // two lanes of 16 bits, which hold every final sum and may overflow on the way there
-    const uint32_t first = uint16_t(-middle_of(bits) * int16_t(pair)), second = uint16_t(-middle_of(bits) * int16_t(uint32_t(pair) >> 16));
-    return int32_t(bits == 4 ? uint16_t(-middle_of(bits) * sum) * 0x10001u : first | second << 16);
+    auto lanes = [=](int32_t a, int32_t b) { return int32_t(uint32_t(uint16_t(-middle_of(bits) * a)) | uint32_t(uint16_t(-middle_of(bits) * b)) << 16); };
+    return bits == 4 ? lanes(sum, sum) : lanes(first, second);
 #elif defined(ISA_VNNI)  // the instruction wants one side unsigned, so 8-bit weights get 128 added
-    (void)pair;
     return sum * -(bits == 8 ? 128 : middle_of(bits));
 #else
-    (void)pair;
     return sum * -middle_of(bits);
 #endif
 }
@@ -117,7 +116,7 @@ inline void write_q(__m256i q, int bits, int8_t* to) {
 // TURN groups at most, whole ones.
 void quantise_groups(const float* x, int count, Activations& to, size_t at) {
     alignas(32) float inverse[TURN], scale[TURN];
-    alignas(32) int32_t finite[TURN], sum[TURN], pair[TURN];
+    alignas(32) int32_t finite[TURN], sum[TURN], pair[2][TURN];
     __m256i lanes[TURN] = {};
     for (int group = 0; group < count; ++group) lanes[group] = largest_of(x + group * GROUP);
     const __m256i most = across(lanes, [](__m256i a, __m256i b) { return _mm256_max_epi32(a, b); });
@@ -133,12 +132,21 @@ void quantise_groups(const float* x, int count, Activations& to, size_t at) {
         write_q(q, to.bits, &to.q[(at + group) * q_bytes_of(to.bits)]);
         lanes[group] = _mm256_maddubs_epi16(_mm256_set1_epi8(1), q);
     }
-    const __m256i pairs = across(lanes, [](__m256i a, __m256i b) { return _mm256_add_epi16(a, b); });
-    _mm256_store_si256(reinterpret_cast<__m256i*>(pair), pairs);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(sum), _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    auto add = [](__m256i a, __m256i b) { return _mm256_add_epi16(a, b); };
+    auto put = [](int32_t* p, __m256i v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); };
+    const __m256i pairs = across(lanes, add);
+    put(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    put(pair[0], pairs);
+    const int halves = halves_of(to.bits);
+    if (halves == 2) {
+        for (__m256i& q : lanes) q = _mm256_inserti128_si256(q, _mm_setzero_si128(), 1);
+        const __m256i firsts = across(lanes, add);
+        put(pair[0], firsts);
+        put(pair[1], _mm256_sub_epi16(pairs, firsts));
+    }
     for (int group = 0; group < count; ++group) {
         to.scale[at + group] = scale[group];
-        to.start[at + group] = start_of(to.bits, sum[group], pair[group]);
+        for (int half = 0; half < halves; ++half) to.start[(at + group) * halves + half] = start_of(to.bits, pair[half][group]);
         to.total[at + group] = scale[group] * float(sum[group]);
     }
 }
@@ -149,6 +157,8 @@ constexpr int TURN = 1;
 
 void quantise_groups(const float* x, int, Activations& to, size_t at) {
     int32_t bits[GROUP], most = 0, sum = 0;
+    int16_t pair[2][2] = {};
+    const int halves = halves_of(to.bits);
     std::memcpy(bits, x, sizeof bits);
     for (int i = 0; i < GROUP; ++i) most = std::max(most, bits[i] & 0x7fffffff);
     float largest;
@@ -159,9 +169,14 @@ void quantise_groups(const float* x, int, Activations& to, size_t at) {
         const int32_t value = inverse > 0 ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
         to.q[at * q_bytes_of(to.bits) + i] = int8_t(value);
         sum += value;
+        pair[i / (GROUP / halves)][i % 4 / 2] += int16_t(value);
     }
     to.scale[at] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
-    to.start[at] = start_of(to.bits, sum, 0);
+    for (int half = 0; half < halves; ++half) {
+        int32_t both;
+        std::memcpy(&both, pair[half], sizeof both);
+        to.start[at * halves + half] = start_of(to.bits, both);
+    }
     to.total[at] = to.scale[at] * float(sum);
 }
 

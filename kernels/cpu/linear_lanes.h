@@ -15,6 +15,7 @@ namespace agentrt {
 namespace {
 
 constexpr int GROUP = 32;  // weights that share a scale
+constexpr int halves_of(int bits) { return bits == 6 ? 2 : 1; }  // parts of a group with sums of their own
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define ISA "AVX-512 VNNI"
@@ -26,7 +27,7 @@ constexpr int TOTALS = 8;  // vectors of totals that sums are added to at once
 constexpr int outputs_of(int) { return 16; }  // of a block, for weights of so many bits
 constexpr int together_of(int) { return 4; }  // inputs of a step
 template <int BITS>
-using Sum = int32_t;
+using Sum = std::conditional_t<BITS == 6, float, int32_t>;
 
 struct Lanes {
     __m512 v;
@@ -53,12 +54,12 @@ constexpr int TILE = 6;
 constexpr int PANEL = 32;
 constexpr int TOTALS = 12;
 constexpr int outputs_of(int bits) { return bits == 4 ? 32 : 16; }
-constexpr int together_of(int bits) { return bits == 5 ? 4 : 2; }
+constexpr int together_of(int bits) { return bits == 5 || bits == 6 ? 4 : 2; }
 struct Pair {
     int16_t first, second;  // a sum in two parts
 };
 template <int BITS>
-using Sum = std::conditional_t<BITS == 8, int32_t, std::conditional_t<BITS == 5, Pair, int16_t>>;
+using Sum = std::conditional_t<BITS == 4, int16_t, std::conditional_t<BITS == 5, Pair, int32_t>>;
 
 struct Lanes {
     __m256 v;
@@ -94,7 +95,7 @@ constexpr int TILE = 4;
 constexpr int PANEL = 1;
 constexpr int TOTALS = 4;
 constexpr int outputs_of(int) { return 16; }
-constexpr int together_of(int bits) { return bits == 5 ? 4 : 2; }
+constexpr int together_of(int bits) { return bits == 5 || bits == 6 ? 4 : 2; }
 template <int BITS>
 using Sum = int32_t;
 
@@ -139,7 +140,7 @@ inline void keep(Lanes&) {}
 inline uint8_t bits_of(uint8_t byte, int down, int mask) { return uint8_t(byte >> down & mask); }
 #endif
 
-constexpr int steps_of(int bits) { return GROUP / together_of(bits); }  // of a group
+constexpr int steps_of(int bits) { return GROUP / halves_of(bits) / together_of(bits); }  // of what is summed at once
 
 }  // namespace
 }  // namespace agentrt

@@ -78,7 +78,7 @@ def test_inputs_that_are_no_multiple_of_a_group_are_padded() -> None:
     weight, x, bias = torch.randn(24, 50), torch.randn(3, 50), torch.randn(24)
     for bits in (4, 8):
         held = QuantizedWeight.of(weight, bits)
-        run = DeviceLinears(bits, lambda name, values, held=held: [held], lambda name: [], CPU)("a", weight, bias)
+        run = DeviceLinears(bits, lambda name, held=held: [held], lambda name: [], CPU)("a", weight, bias)
         torch.testing.assert_close(run(x), x @ held.dequantize().T + bias, atol=1e-4, rtol=1e-4)
 
 
@@ -91,7 +91,7 @@ def test_parts_are_put_together_in_their_own_layout() -> None:
     fp8 = [RowScaled(torch.randn(out, 64, generator=generator).to(torch.float8_e4m3fn), torch.rand(out, generator=generator)) for out in (8, 16)]
 
     def run(bits: int, parts: Any, own_bias: torch.Tensor | None) -> torch.Tensor:
-        return DeviceLinears(bits, lambda name, values: [], lambda name: parts, CPU)("a", torch.zeros(0), own_bias)(x)
+        return DeviceLinears(bits, lambda name: [], lambda name: parts, CPU)("a", torch.zeros(0), own_bias)(x)
 
     singly = torch.cat([run(4, [part], None) for part in awq], 1) + bias
     torch.testing.assert_close(run(4, awq, bias), singly)

@@ -21,7 +21,7 @@ from agentrt.models.loader import load_model
 def test_stored_parts_are_used_as_they_are():
     weight, bias, x = torch.randn(40, 64), torch.randn(40), torch.randn(5, 64)
     parts = [QuantizedWeight.of(weight[:8], 4), QuantizedWeight.of(weight[8:24], 4), QuantizedWeight.of(weight[24:], 8)]
-    run = Quantized(4, lambda name, values: parts if name == "a.weight" else [])("a", torch.zeros(40, 64), bias)
+    run = Quantized(4, lambda name: parts if name == "a.weight" else [])("a", torch.zeros(40, 64), bias)
     expected = reference(x, torch.cat([part.dequantize() for part in parts]), bias)
     torch.testing.assert_close(run(x), expected)
 
@@ -30,7 +30,7 @@ def test_stored_parts_are_used_as_they_are():
 def test_what_is_not_stored_so_is_quantised(bits, name, held):
     weight, x = torch.randn(40, 64), torch.randn(5, 64)
     four = [QuantizedWeight.of(weight, 4)]
-    run = Quantized(bits, lambda asked, values: four if asked == "stored.weight" else [])(name, weight, None)
+    run = Quantized(bits, lambda asked: four if asked == "stored.weight" else [])(name, weight, None)
     torch.testing.assert_close(run(x), reference(x, QuantizedWeight.of(weight, held).dequantize(), None))
 
 
@@ -57,11 +57,11 @@ def test_a_gguf_runs_in_its_own_bits(in_blocks: Callable[..., Any], tmp_path: Pa
 
     model = load_model(tmp_path, bits=4).decoder
     layer = model._layers[0]
-    assert [part.weight.bits for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down) for part in parts(matrix)] == [5, 8, 5, 5, 8]
+    assert [part.weight.bits for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down) for part in parts(matrix)] == [5, 8, 5, 5, 6]
     own = run(model)
     exact = run(load_model(tmp_path).decoder)
     assert (own - exact).norm() < 0.1 * exact.norm()
-    in_blocks(tmp_path, lambda own: {"v_proj": "Q8_0", "down_proj": "Q6_K"}.get(own, "Q5_0"))
+    in_blocks(tmp_path, lambda own: {"v_proj": "Q8_0", "down_proj": "Q4_1"}.get(own, "Q5_0"))
     own = run(load_model(tmp_path, bits=4).decoder)
     monkeypatch.setattr(loader, "Quantized", partial(Quantized, held=(4, 8)))
     assert torch.equal(run(load_model(tmp_path, bits=4).decoder), own), "the same numbers in 8 bits"

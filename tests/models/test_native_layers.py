@@ -129,7 +129,8 @@ def test_parts_of_different_formats_lie_side_by_side(tiny: Callable[..., Any], p
 
     from agentrt.models.loader import _FusedWeights
 
-    def mixed(self: _FusedWeights, name: str, values: Tensor) -> list[QuantizedWeight]:
+    def mixed(self: _FusedWeights, name: str) -> list[QuantizedWeight]:
+        values = self[name]
         first = values.shape[0] // 2
         return [QuantizedWeight.of(values[:first], 4), QuantizedWeight.of(values[first:], 8)]
 

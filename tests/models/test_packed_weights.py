@@ -57,7 +57,7 @@ class Start:
         weights = {"a": torch.randn(40, 96, generator=generator), "b": torch.randn(33, 96, generator=generator)}
         bias = torch.randn(40, generator=generator)
         pieces = [QuantizedWeight.of(piece, bits) for piece, bits in zip(weights["a"].split((9, 21, 10)), (4, 4, 8), strict=True)]
-        make = Quantized(bits, lambda name, values: pieces if name == "a.weight" else [])
+        make = Quantized(bits, lambda name: pieces if name == "a.weight" else [])
 
         def spy(name: str, weight: torch.Tensor, own: torch.Tensor | None) -> Any:
             self.made.append(name)
@@ -212,7 +212,7 @@ from agentrt.models.linear import Quantized
 packed.SMALLEST = 1
 found = packed.packed_weights(Path(sys.argv[1]), 4)
 weight = torch.randn(700, 640, generator=torch.Generator().manual_seed(7))
-print(found.before(Quantized(4, lambda name, values: []))("a", weight, None)(torch.ones(1, 640)).tolist())
+print(found.before(Quantized(4, lambda name: []))("a", weight, None)(torch.ones(1, 640)).tolist())
 found.keep()
 """
 
