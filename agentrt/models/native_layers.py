@@ -34,6 +34,7 @@ _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _FUNCTIONS = (
     ("linear", "linear", "linear_shared"),
     ("linear_memory", "linear", "linear_memory"),
+    ("linear_coming", "linear", "linear_coming"),
     ("norm", "fused", "agentrt_rms_norm"),
     ("gate", "fused", "agentrt_gate"),
 )
@@ -42,7 +43,7 @@ _FUNCTIONS = (
 class _Kernels(ctypes.Structure):
     """`DecoderKernels` of the kernel."""
 
-    _fields_ = tuple((name, _POINTER) for name in ("linear", "linear_memory", "attention", "norm", "gate"))
+    _fields_ = tuple((name, _POINTER) for name in ("linear", "linear_memory", "linear_coming", "attention", "norm", "gate"))
 
 
 class _Matrix(ctypes.Structure):

@@ -269,17 +269,17 @@ private:
 
 extern "C" {
 
-/// As `agentrt_attention`, shared. plan: a Plan of these runs.
+/// As `agentrt_attention`, shared. plan: a Plan of these runs. coming: what the thread reads next, or null.
 void agentrt_attention_shared(const AttentionShape* shape, const AttentionRuns* runs, void* plan, const void* q, const void* k, const void* v,
-                              const void* cos, const void* sin, void* keys, void* values, void* out) {
+                              const void* cos, const void* sin, void* keys, void* values, void* out, Coming* coming) {
     const Tensors tensors{q, k, v, cos, sin, keys, values, out};
     Plan& made = *static_cast<Plan*>(plan);
     if (shape->kv_kind == 2)
-        attend<FloatKernel<Float16>, FloatMemory>(*shape, *runs, tensors, made);
+        attend<FloatKernel<Float16>, FloatMemory>(*shape, *runs, tensors, made, coming);
     else if (shape->kv_kind == 1)
-        attend<FloatKernel<Bfloat16>, FloatMemory>(*shape, *runs, tensors, made);
+        attend<FloatKernel<Bfloat16>, FloatMemory>(*shape, *runs, tensors, made, coming);
     else
-        attend<FloatKernel<float>, FloatMemory>(*shape, *runs, tensors, made);
+        attend<FloatKernel<float>, FloatMemory>(*shape, *runs, tensors, made, coming);
 }
 
 /// Writes k and v of all tokens to their slots, and attends.
@@ -289,6 +289,6 @@ void agentrt_attention_shared(const AttentionShape* shape, const AttentionRuns* 
 /// dense; out [tokens, heads, head_dim], dense, in q's type.
 void agentrt_attention(const AttentionShape* shape, const AttentionRuns* runs, const void* q, const void* k, const void* v, const void* cos,
                        const void* sin, void* keys, void* values, void* out) {
-    planned(*shape, *runs, [&](Plan& plan) { agentrt_attention_shared(shape, runs, &plan, q, k, v, cos, sin, keys, values, out); });
+    planned(*shape, *runs, [&](Plan& plan) { agentrt_attention_shared(shape, runs, &plan, q, k, v, cos, sin, keys, values, out, nullptr); });
 }
 }

@@ -314,16 +314,16 @@ private:
 
 extern "C" {
 
-/// As `agentrt_attention_int`, shared. plan: a Plan of these runs.
+/// As `agentrt_attention_int`, shared. plan: a Plan of these runs. coming: what the thread reads next, or null.
 void agentrt_attention_int_shared(const AttentionShape* shape, const AttentionRuns* runs, void* plan, const void* q, const void* k, const void* v,
-                                  const void* cos, const void* sin, void* keys, void* values, void* out) {
-    attend<IntKernel, IntMemory>(*shape, *runs, Tensors{q, k, v, cos, sin, keys, values, out}, *static_cast<Plan*>(plan));
+                                  const void* cos, const void* sin, void* keys, void* values, void* out, Coming* coming) {
+    attend<IntKernel, IntMemory>(*shape, *runs, Tensors{q, k, v, cos, sin, keys, values, out}, *static_cast<Plan*>(plan), coming);
 }
 
 /// As `agentrt_attention`; keys are bytes [slots, kv_heads, 2 * head_dim + 4], values [slots, kv_heads, head_dim + 4], dense. head_dim: a multiple of 32, at
 /// most 256.
 void agentrt_attention_int(const AttentionShape* shape, const AttentionRuns* runs, const void* q, const void* k, const void* v, const void* cos,
                            const void* sin, void* keys, void* values, void* out) {
-    planned(*shape, *runs, [&](Plan& plan) { agentrt_attention_int_shared(shape, runs, &plan, q, k, v, cos, sin, keys, values, out); });
+    planned(*shape, *runs, [&](Plan& plan) { agentrt_attention_int_shared(shape, runs, &plan, q, k, v, cos, sin, keys, values, out, nullptr); });
 }
 }

@@ -64,12 +64,14 @@ struct Ahead {
     const char* const* after;  // what `nearby` is for the last head
     const char* const* far;
     int64_t slots, bytes, step, asked;  // the last two in 2^20ths of a slot
+    Coming* coming;                     // what is read when attention is done, if that is known
 
     /// Inlined, since a compiler sees no effect in a call of this and leaves it out.
     __attribute__((always_inline)) void ask_far() {
         const int64_t first = asked >> 20, stop = std::min((asked += step) >> 20, slots);
         for (int64_t i = first; i < stop; ++i)
             for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(far[i] + at, 0, 2);
+        if (coming) coming->ask();
     }
 };
 
@@ -108,6 +110,9 @@ public:
             Scratch::hold(*memory, most_rows_ + LANES);
         take(0, shape.kv_heads);
     }
+
+    /// Sets what is asked for beside keys and values, by few rows.
+    void ask_for(Coming* coming) { coming_ = coming; }
 
     /// Writes a new token's key, turned by its angles, and its value.
     void write_token(const AttentionRuns& runs, int64_t token) {
@@ -306,7 +311,7 @@ protected:
     void pass_of_few(const Reading& reading, int64_t from, int64_t count) {
         const int64_t keys = reading.count, next = reading.next_count, whole = (keys + 3) / 4;
         const int64_t parts = padded_ / WIDE + padded_ % WIDE / LANES, steps = kv_heads_ * (PASS == SCORES ? 1 : parts) * whole;
-        Ahead ahead{reading.at, 0, next < keys ? reading.at : reading.next, reading.next, next, reading.next_bytes, ((next << 20) + steps - 1) / steps, 0};
+        Ahead ahead{reading.at, 0, next < keys ? reading.at : reading.next, reading.next, next, reading.next_bytes, ((next << 20) + steps - 1) / steps, 0, coming_};
         kernel().template at_hand<PASS>(reading.at, keys, [&](auto from_type, const char* const* at, int64_t stride) {
             for (int64_t head = 0; head < kv_heads_; ++head) {
                 ahead.byte += reading.bytes;
@@ -548,15 +553,17 @@ private:
     const char* places_[3][SEGMENT];
     const char **keys_at_ = places_[0], **values_at_ = places_[1], **next_at_ = places_[2];
     Next following_{};
+    Coming* coming_ = nullptr;
     const int64_t* found_ = nullptr;  // slots whose keys' places are known, so many
     int64_t found_count_ = 0;
 };
 
 /// All of a step, shared: writes what is new, then attends. Memory: a kernel's own for a thread.
 template <class Kernel, class Memory>
-void attend(const AttentionShape& shape, const AttentionRuns& runs, const Tensors& tensors, Plan& plan) {
+void attend(const AttentionShape& shape, const AttentionRuns& runs, const Tensors& tensors, Plan& plan, Coming* coming) {
     static thread_local Memory memory;
     Kernel kernel(shape, tensors, plan, memory);
+    kernel.ask_for(coming);
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < runs.tokens; ++token) kernel.write_token(runs, token);
     const int64_t shares = int64_t(plan.shares.size()) - 1, merges = int64_t(plan.split.size()) * shape.kv_heads;

@@ -18,6 +18,8 @@
 #include "attention_plan.h"
 #include "team.h"
 
+using agentrt::Coming;
+
 extern "C" {
 
 /// Functions of linear.cpp, of attention.cpp or attention_int.cpp, and of fused.cpp, which say what they take.
@@ -25,8 +27,9 @@ struct DecoderKernels {
     void (*linear)(const float* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* packed, int bits, int half, int minima,
                    const float* bias, float* y, int64_t y_stride, int64_t outputs, void* memory);
     void* (*linear_memory)();
+    void (*linear_coming)(int64_t inputs, const uint8_t* packed, int bits, int half, int minima, int64_t outputs, Coming* coming);
     void (*attention)(const void* shape, const void* runs, void* plan, const void* q, const void* k, const void* v, const void* cos, const void* sin,
-                      void* keys, void* values, void* out);
+                      void* keys, void* values, void* out, Coming* coming);
     void (*norm)(void* rows, const void* added, const void* weight, void* out, int64_t count, int64_t width, int64_t stride, int64_t added_stride,
                  float eps, int bfloat16, int threads);
     void (*gate)(const void* fused, void* out, int64_t count, int64_t width, int64_t stride, int kind, int bfloat16, int threads);
@@ -171,7 +174,7 @@ public:
             const DecoderMatrix* part = layer.part;
             norm(added, layer.before_attention, normed_);
             part = multiply(part, layer.parts[0], normed_, qkv_, qkv_width_);
-            attend(layer, asked_.runs_of(i));
+            attend(layer, asked_.runs_of(i), *part);
             if (asked_.is_last(i)) keep(*asked_.wanted);
             if (!rows_) return;
             part = multiply(part, layer.parts[1], attended_, changed_, shape_.width);
@@ -247,10 +250,15 @@ private:
         return part;
     }
 
-    void attend(const DecoderLayer& layer, const AttentionRuns* runs) {
+    /// next: what is multiplied by then. Few rows wait for its memory there and compute here, so it is asked for here.
+    void attend(const DecoderLayer& layer, const AttentionRuns* runs, const DecoderMatrix& next) {
+        Coming coming;
+        if (asked_.few())
+            kernels_.linear_coming(next.inputs, next.packed, int(next.bits), int(next.half), int(next.minima), next.outputs, &coming);
         const float *k = qkv_ + shape_.heads * shape_.head_dim, *v = k + shape_.kv_heads * shape_.head_dim;
         float* const* angles = angles_ + 2 * layer.local;
-        kernels_.attention(layer.shape, runs, &asked_.plans.of(layer.shape, runs), qkv_, k, v, angles[0], angles[1], layer.keys, layer.values, attended_);
+        kernels_.attention(layer.shape, runs, &asked_.plans.of(layer.shape, runs), qkv_, k, v, angles[0], angles[1], layer.keys, layer.values, attended_,
+                           asked_.few() ? &coming : nullptr);
         clock_.took(ATTENTION);
     }
 

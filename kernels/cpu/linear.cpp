@@ -265,8 +265,9 @@ void share_outputs(const Input& input, int64_t rows, const Weights& weights, con
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) quantise_row(input.row(row), input.inputs, x, row);
     }
-#pragma omp for schedule(static)
-    for (int64_t block = 0; block < weights.blocks; ++block) multiply(x, rows, weights, out, block);
+    const auto [first, last] = agentrt::own_part(weights.blocks);
+    for (int64_t block = first; block < last; ++block) multiply(x, rows, weights, out, block);
+    agentrt::wait_for_all();
 }
 
 using Put = void (*)(const uint8_t*, uint8_t*, int);
@@ -340,6 +341,14 @@ void linear_pack(const uint8_t* q, const void* scale, const void* minimum, const
 void* linear_memory() {
     static thread_local Activations common;
     return &common;
+}
+
+// What the calling thread of a team will read of a weight, where there are few rows.
+void linear_coming(int64_t inputs, const uint8_t* packed, int bits, int half, int minima, int64_t outputs, agentrt::Coming* coming) {
+    const Format format{bits, half != 0, minima != 0};
+    const size_t block = size_t((inputs + GROUP - 1) / GROUP) * format.group_bytes();
+    const auto [first, last] = agentrt::own_part(format.blocks(outputs));
+    *coming = {reinterpret_cast<const char*>(packed + first * block), reinterpret_cast<const char*>(packed + last * block)};
 }
 
 // As linear_run, shared. x may be another place for each thread if there are at most FEW rows, with the same numbers in it. memory: `linear_memory` of
