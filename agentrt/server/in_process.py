@@ -72,6 +72,9 @@ class _Stage:
         try:
             await self._app(_scope(request), receive, send)
             tell(None)
+        except asyncio.CancelledError:  # by `close`; whoever waits for this answer would wait for ever
+            tell(httpx.TransportError("this client is closed", request=request))
+            raise
         except Exception as error:
             tell(error)
 

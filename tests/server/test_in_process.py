@@ -50,6 +50,25 @@ def test_a_stream_that_is_left_is_a_client_that_hung_up(wait_until):
     backend.close()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_closing_a_client_ends_what_another_thread_waits_for(wait_until, stream):
+    backend, ended = ScriptedBackend(lambda prompt, request: Answer("slow", delay=60)), []
+    client = plain(backend)
+
+    def ask():
+        try:
+            list(client.chat.completions.create(model="scripted", messages=HI, stream=stream))
+        except openai.APIConnectionError as error:
+            ended.append(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    wait_until(lambda: backend.load().running == 1)
+    client.close()
+    wait_until(lambda: ended)
+    wait_until(lambda: backend.load().running == 0)
+    backend.close()
+
+
 def test_an_async_client_runs_many_at_once_and_a_cancelled_one_frees_its_slot(wait_until):
     backend = ScriptedBackend(lambda prompt, request: "x" * (9999 if "long" in prompt else 5), step_seconds=0.002)
 
