@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrt.backend import Backend, Sink
-from agentrt.errors import AgentrtError, UserError
+from agentrt.errors import UserError, as_request_error
 from agentrt.lang.state import State
 from agentrt.lang.waiting import WORKERS, Promise, event_loop, on_loop, settle, wait, workers
 from agentrt.request import ProgramTag, Request, SamplingParams, TokenDelta
@@ -79,8 +79,8 @@ def _submit_all(held: list[tuple[Backend, Request, Sink]]) -> None:
 def _submit_one(backend: Backend, request: Request, sink: Sink) -> None:
     try:
         backend.submit(request, sink)
-    except AgentrtError as error:  # the body has gone on; it reads the error where it waits
-        sink(TokenDelta(request.request_id, error=error))
+    except Exception as error:  # the body has gone on; it reads the error where it waits
+        sink(TokenDelta(request.request_id, error=as_request_error(error)))
 
 
 def common_prefix(prompts: list[tuple[int, ...]]) -> tuple[int, ...]:

@@ -38,6 +38,22 @@ def test_in_run_batch_one_failing_program_costs_only_its_own_result():
         next(one_by_one)
 
 
+def test_in_run_batch_a_fault_of_the_backend_costs_one_result_too():
+    class Faulty(ScriptedBackend):
+        def submit(self, request, sink):
+            if self.tokenizer.decode(request.prompt_ids).endswith("3:"):
+                raise TypeError("on purpose")
+            super().submit(request, sink)
+
+    states = []
+    running = threading.Thread(
+        target=lambda: states.extend(numbered.run_batch([{"number": n} for n in range(6)], backend=Faulty("ok"), return_exceptions=True)), daemon=True
+    )
+    running.start()
+    running.join(30)
+    assert [type(s).__name__ for s in states] == ["State"] * 3 + ["RequestError"] + ["State"] * 2
+
+
 def test_run_batch_finds_the_common_prefix_without_running_bodies_twice():
     ran = []
 
