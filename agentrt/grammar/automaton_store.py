@@ -70,8 +70,13 @@ class AutomatonStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         full = automaton.table[:, automaton.columns]
         with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part", delete=False) as file:
-            np.savez_compressed(file, table=full, accepting=automaton.accepting, start=automaton.start)
-        os.replace(file.name, path)
+            try:
+                np.savez_compressed(file, table=full, accepting=automaton.accepting, start=automaton.start)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:  # a full disk: what there is of it would stay for good
+                os.unlink(file.name)
+                raise
         self._shrink(path)
         return path
 

@@ -143,8 +143,11 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file so that a reader sees the old content or the new, never half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # what a full disk left of it
 
 
 def list_cached() -> list[CachedModel]:

@@ -141,6 +141,17 @@ def test_the_store_gives_back_what_it_was_given_and_stays_small(tmp_path):
     assert store.load(spec) is None, "a broken file counts as absent"
 
 
+def test_a_full_disk_leaves_nothing_half_kept(tmp_path, monkeypatch):
+    def full(file, **_):
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("agentrt.grammar.automaton_store.np.savez_compressed", full)
+    with pytest.raises(OSError, match="no space"):
+        AutomatonStore(tmp_path).save(GrammarSpec("regex", "x"), byte_automaton("x", 1, 20))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_schema_compiled_ahead_takes_the_automaton_without_being_asked(tmp_path, monkeypatch, byte_tokens):
     monkeypatch.setenv("AGENTRT_HOME", str(tmp_path))
     closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}

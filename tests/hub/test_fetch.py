@@ -13,7 +13,7 @@ from agentrt.errors import ModelError
 from agentrt.hub import catalog, fetch, list_cached, remove
 from agentrt.hub.catalog import CatalogEntry, PackagePart
 from agentrt.hub.fetch import Progress
-from agentrt.hub.model_cache import file_sha256, hash_file
+from agentrt.hub.model_cache import file_sha256, hash_file, write_atomically
 
 CONTENTS = (b"first " * 50_000, b"second")
 
@@ -119,6 +119,17 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch
     assert file_sha256(path) == hashlib.sha256(b"one").hexdigest()
     path.write_bytes(b"another")
     assert file_sha256(path) == "read again"
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(tmp_path / "note.json", b"{}")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_not_cached_cannot_be_removed() -> None:
