@@ -30,6 +30,7 @@
 #include <type_traits>
 
 #include "linear_dots.h"
+#include "linear_tiles.h"
 #include "team.h"
 
 namespace agentrt {
@@ -42,7 +43,11 @@ constexpr int64_t MANY = 32;
 constexpr size_t AHEAD = 2048;
 
 // Bytes of activations that a thread goes through the weights with: they and a few blocks fit its cache.
+#if defined(HAS_TILES)  // which go through them faster than memory gives them, on processors with larger caches
+constexpr int64_t CHUNK = 512 * 1024;
+#else
 constexpr int64_t CHUNK = 112 * 1024;
+#endif
 
 // ---- a tile: some rows with the outputs of a block -----------------------------------------------------------------------
 
@@ -84,12 +89,14 @@ inline void add_scaled(const uint8_t* weights, const Rows<Kind::bits>& x, int gr
         const int at = first + part * WIDTH;
         const auto* scales = reinterpret_cast<const typename Kind::Scale*>(weights + group * Kind::group_bytes) + at;
         const Lanes scale = load(scales);
+#pragma GCC unroll 16  // else gcc keeps the totals of sixteen rows in memory
         for (int r = 0; r < ROWS; ++r) {
             const Lanes product = scaled(load(sums[r] + at), x.scale[r * x.stride + group]);
             totals[r][part] = fma(product, scale, totals[r][part]);
         }
         if constexpr (Kind::minima) {
             const Lanes minimum = fma(scale, float(middle_of(Kind::bits)), load(scales + OUTPUTS));  // of q less its middle
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) totals[r][part] = fma(minimum, x.total[r * x.stride + group], totals[r][part]);
         }
     }
@@ -98,6 +105,7 @@ inline void add_scaled(const uint8_t* weights, const Rows<Kind::bits>& x, int gr
 // Totals of neighbouring vectors of outputs, written where they belong.
 template <int ROWS, int PARTS>
 inline void write(const Lanes (&totals)[ROWS][PARTS], int first, const Output& to) {
+#pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
         for (int part = 0; part < PARTS; ++part) {
             const int at = first + part * WIDTH;
@@ -166,8 +174,32 @@ void add_groups(const uint8_t* weights, const Rows<Kind::bits>& rows, int all, b
     write(totals, 0, end);
 }
 
-template <class Kind, int ROWS>
-void tile(const uint8_t* weights, const Activations& x, int64_t row, const Output& out, int64_t first) {
+#if defined(HAS_TILES)
+// The same in tile registers, which leave the vectors' to what has been added so far.
+template <class Kind>
+void add_products(TileRegisters& registers, const uint8_t* weights, SignedBlock q, Rows<Kind::bits> rows, int all, bool ask, const Output& end) {
+    alignas(64) TileSums sums[TILE_GROUPS];
+    Lanes totals[TILE_ROWS][1];
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; ++r) totals[r][0] = zeros();
+    for (int group = 0; group < all; group += TILE_GROUPS) {
+        const int groups = std::min(TILE_GROUPS, all - group);
+        registers.multiply(rows.q, int64_t(rows.stride) * GROUP, q, groups, sums);
+        for (int g = 0; g < groups; ++g) {
+            if (ask) ask_ahead<Kind>(weights + g * Kind::group_bytes);
+            add_scaled<Kind>(weights, rows, g, 0, sums[g], totals);
+        }
+        weights += groups * Kind::group_bytes;
+        rows = rows.from(groups);
+        q.q += groups * q.apart;
+    }
+    write(totals, 0, end);
+}
+#endif
+
+// Some rows with those of a block's outputs that there are. `add(rows, ask, y, end)` adds up all of them, writes them to `end`, and may use `y`.
+template <class Kind, int ROWS, class Add>
+inline void with_outputs(const Activations& x, int64_t row, const Output& out, int64_t first, Add add) {
     constexpr int OUTPUTS = Kind::outputs;
     alignas(64) float y[ROWS][OUTPUTS];
     const bool whole = first + OUTPUTS <= out.outputs;  // else the block has outputs that there are not
@@ -176,12 +208,19 @@ void tile(const uint8_t* weights, const Activations& x, int64_t row, const Outpu
     const size_t at = size_t(row) * x.groups;
     const Rows<Kind::bits> rows{&x.q[at * q_bytes_of(Kind::bits)], &x.start[at * halves_of(Kind::bits)], &x.scale[at], &x.total[at], size_t(x.groups)};
     const bool ask = !row;  // the tiles after the first find a block's weights where it left them
-    if constexpr (PANEL == 1)
-        add_groups<Kind, ROWS>(weights, rows, x.groups, ask, end);
-    else
-        add_panels<Kind, ROWS>(weights, rows, x.groups, ask, y, end);
+    add(rows, ask, y, end);
     if (!whole)
         for (int r = 0; r < ROWS; ++r) write_row(y[r], OUTPUTS, out, row + r, first);
+}
+
+template <class Kind, int ROWS>
+void tile(const uint8_t* weights, const Activations& x, int64_t row, const Output& out, int64_t first) {
+    with_outputs<Kind, ROWS>(x, row, out, first, [&](const Rows<Kind::bits>& rows, bool ask, auto& y, const Output& end) {
+        if constexpr (PANEL == 1)
+            add_groups<Kind, ROWS>(weights, rows, x.groups, ask, end);
+        else
+            add_panels<Kind, ROWS>(weights, rows, x.groups, ask, y, end);
+    });
 }
 
 template <class Kind, int ROWS = TILE>
@@ -202,12 +241,32 @@ struct Weights {
     int64_t blocks;
 };
 
-// All rows with one block, in tiles of nearly the same size.
+#if defined(HAS_TILES)
+// As many rows with one block as fill tile registers, which is how many were done.
+template <class Kind>
+int64_t multiply_in_registers(const Activations& x, int64_t rows, const uint8_t* weights, const Output& out, int64_t first) {
+    int64_t row = 0;
+    if (rows < TILE_ROWS || !TileRegisters::permitted()) return row;
+    const SignedBlock q = signed_block<Kind>(weights, x.groups);
+    TileRegisters registers;
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
+        with_outputs<Kind, TILE_ROWS>(x, row, out, first, [&](const Rows<Kind::bits>& some, bool ask, auto&, const Output& end) {
+            add_products<Kind>(registers, weights, q, some, x.groups, ask, end);
+        });
+    return row;
+}
+#endif
+
+// All rows with one block; those that are left in tiles of nearly the same size.
 template <class Kind>
 void multiply(const Activations& x, int64_t rows, const Weights& weights, const Output& out, int64_t block) {
     const uint8_t* first = weights.packed + block * x.groups * Kind::group_bytes;
-    const int64_t count = (rows + TILE - 1) / TILE;
-    for (int64_t t = 0, row = 0; t < count; ++t) {
+    int64_t row = 0;
+#if defined(HAS_TILES)
+    row = multiply_in_registers<Kind>(x, rows, first, out, block * Kind::outputs);
+#endif
+    const int64_t count = (rows - row + TILE - 1) / TILE;
+    for (int64_t t = 0; t < count; ++t) {
         const int64_t size = (rows - row + count - t - 1) / (count - t);
         tile_of<Kind>(size, first, x, row, out, block * Kind::outputs);
         row += size;

@@ -18,7 +18,12 @@ constexpr int GROUP = 32;  // weights that share a scale
 constexpr int halves_of(int bits) { return bits == 6 ? 2 : 1; }  // parts of a group with sums of their own
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__)
+#define ISA "AVX-512 VNNI and AMX"
+#define HAS_TILES
+#else
 #define ISA "AVX-512 VNNI"
+#endif
 #define ISA_VNNI
 constexpr int WIDTH = 16;
 constexpr int TILE = 8;    // rows at once, at most: what the registers hold
@@ -89,13 +94,18 @@ inline void keep(__m256i& value) { asm("" : "+x"(value)); }
 inline void keep(Lanes& value) { asm("" : "+x"(value.v)); }
 
 #else
+#if defined(TILES_IN_C)
+#define ISA "plain C and tiles in C"
+#define HAS_TILES
+#else
 #define ISA "plain C"
+#endif
 constexpr int WIDTH = 16;
 constexpr int TILE = 4;
 constexpr int PANEL = 1;
 constexpr int TOTALS = 4;
 constexpr int outputs_of(int) { return 16; }
-constexpr int together_of(int bits) { return bits == 5 || bits == 6 ? 4 : 2; }
+constexpr int together_of(int) { return 4; }
 template <int BITS>
 using Sum = int32_t;
 
