@@ -128,27 +128,36 @@ def test_the_same_numbers_in_8_bits_give_the_same_bits(bits, dtype, outputs, inp
     assert torch.equal(quantized_linear(weight, None)(x), quantized_linear(eight, None)(x))
 
 
-INSTRUCTIONS = {"x86-64": (), "x86-64-v3": ("avx2", "fma", "f16c"), "icelake-server": ("avx512f", "avx512bw", "avx512_vnni")}
+AVX512 = ("avx512f", "avx512bw", "avx512_vnni")
+INSTRUCTIONS = {  # what the kernel says of itself: how it is compiled, and what a processor has to have
+    "plain C": ("-march=x86-64", ()),
+    "plain C and tiles in C": ("-march=x86-64 -DTILES_IN_C", ()),
+    "AVX2": ("-march=x86-64-v3", ("avx2", "fma", "f16c")),
+    "AVX-512 VNNI": ("-march=icelake-server", AVX512),
+    "AVX-512 VNNI and AMX": ("-march=sapphirerapids", (*AVX512, "amx_tile", "amx_int8")),
+}
 
 
 @native
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64's instructions")
-@pytest.mark.parametrize("target", INSTRUCTIONS)
-def test_every_instruction_set_computes_the_reference(target, monkeypatch, tmp_path):
+@pytest.mark.parametrize("isa", INSTRUCTIONS)
+def test_every_instruction_set_computes_the_reference(isa, monkeypatch, tmp_path):
+    target, needed = INSTRUCTIONS[isa]
     cpu = Path("/proc/cpuinfo")
-    if not set(INSTRUCTIONS[target]) <= set(cpu.read_text().split() if cpu.exists() else ()):
-        pytest.skip(f"this processor has not all of {', '.join(INSTRUCTIONS[target])}")
-    options = {"-march=native": f"-march={target}", "-O3": "-O1"}
-    monkeypatch.setattr(build, "_OPTIONS", tuple(options.get(option, option) for option in build._OPTIONS))
+    if not set(needed) <= set(cpu.read_text().split() if cpu.exists() else ()):
+        pytest.skip(f"this processor has not all of {', '.join(needed)}")
+    options = {"-march=native": target.split(), "-O3": ["-O1"]}
+    monkeypatch.setattr(build, "_OPTIONS", tuple(one for option in build._OPTIONS for one in options.get(option, [option])))
     monkeypatch.setenv("AGENTRT_HOME", str(tmp_path))
     build.forget()
     try:
+        assert layer.isa() == isa
         test_the_kernel_computes_the_reference()
         test_the_same_numbers_in_8_bits_give_the_same_bits()
         for bits in BITS:
             test_sums_at_their_largest_fit(bits)
-        assert layer.isa() == ("plain C", "AVX2", "AVX-512 VNNI")[list(INSTRUCTIONS).index(target)]
+            test_a_long_prompt_is_its_rows(bits, 2)
     finally:
         build.forget()
 
