@@ -242,17 +242,19 @@ struct Weights {
 };
 
 #if defined(HAS_TILES)
-// As many rows with one block as fill tile registers, which is how many were done.
+// As many rows with one block as fill tile registers, which is how many were done. Halves of a group, which have factors, are left to vectors.
 template <class Kind>
 int64_t multiply_in_registers(const Activations& x, int64_t rows, const uint8_t* weights, const Output& out, int64_t first) {
     int64_t row = 0;
-    if (rows < TILE_ROWS || !TileRegisters::permitted()) return row;
-    const SignedBlock q = signed_block<Kind>(weights, x.groups);
-    TileRegisters registers;
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
-        with_outputs<Kind, TILE_ROWS>(x, row, out, first, [&](const Rows<Kind::bits>& some, bool ask, auto&, const Output& end) {
-            add_products<Kind>(registers, weights, q, some, x.groups, ask, end);
-        });
+    if constexpr (halves_of(Kind::bits) == 1) {
+        if (rows < TILE_ROWS || !TileRegisters::permitted()) return row;
+        const SignedBlock q = signed_block<Kind>(weights, x.groups);
+        TileRegisters registers;
+        for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
+            with_outputs<Kind, TILE_ROWS>(x, row, out, first, [&](const Rows<Kind::bits>& some, bool ask, auto&, const Output& end) {
+                add_products<Kind>(registers, weights, q, some, x.groups, ask, end);
+            });
+    }
     return row;
 }
 #endif
