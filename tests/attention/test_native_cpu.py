@@ -189,6 +189,22 @@ def test_neighbours_sharing_and_threads_change_no_bit(
     assert torch.equal(alone, together)
 
 
+few = st.lists(st.builds(Run, st.sampled_from([1, 1, 2, 5]), st.sampled_from([0, 60, 64, 200, 700])), min_size=1, max_size=5)
+
+
+@settings(max_examples=30)
+@given(int8_heads, few, specs, shared, st.sampled_from([torch.float32, torch.int8]), st.sampled_from([2, 3, 5, 16]), st.integers(0, 2**20))
+def test_where_few_rows_are_divided_changes_no_bit(
+    heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, kv_dtype: torch.dtype, threads: int, seed: int
+) -> None:
+    """Between sequences, segments and KV heads, among fewer and more threads than there are of any of them."""
+    case = make(heads, runs, page=1, scattered=True, shared=shared, seed=seed, kv_dtype=kv_dtype)
+    with poisoned_outputs(1):
+        expected = case.attend(native(), spec)
+    with poisoned_outputs(threads):
+        assert torch.equal(case.attend(native(), spec), expected)
+
+
 @settings(max_examples=25)
 @given(heads, runs, specs, shared, st.sampled_from([1, 3]), st.data())
 def test_tokens_that_need_not_attend_change_no_bit(heads: Heads, runs: list[Run], spec: AttentionSpec, shared: int, threads: int, data: st.DataObject) -> None:
