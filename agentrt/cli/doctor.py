@@ -102,10 +102,13 @@ def _threads(threads: int) -> Finding:
 def _native_kernels() -> Iterator[Finding]:
     """Which path each kernel takes; those that were never built are built now, in seconds."""
     from agentrt.kernels.cpu.build import SOURCES, built
+    from agentrt.kernels.quantized_linear import isa
 
     for name in sorted(source.stem for source in SOURCES.glob("*.cpp")):
         kernel = built(name)
         yield Finding(f"{name} kernels", kernel.found.partition("\n")[0], "" if kernel.library else "install a C++ compiler, such as g++, to be faster")
+    if instructions := isa():
+        yield Finding("matrices", f"of few bits in {instructions}")
 
 
 def _triton() -> Finding:

@@ -371,8 +371,13 @@ using namespace agentrt;
 
 extern "C" {
 
-// The instructions that this library was compiled for.
-const char* linear_isa() { return ISA; }
+// The instructions that this library was compiled for, and may use.
+const char* linear_isa() {
+#if defined(HAS_TILES)
+    if (!TileRegisters::permitted()) return ISA_WITHOUT_TILES;
+#endif
+    return ISA;
+}
 
 // Bytes of a packed weight. minima: whether it has them; 4 and 5 bits without: minima are -8 and -16 times the scales.
 int64_t linear_packed_bytes(int64_t outputs, int64_t groups, int bits, int half, int minima) {

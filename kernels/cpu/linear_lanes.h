@@ -18,11 +18,12 @@ constexpr int GROUP = 32;  // weights that share a scale
 constexpr int halves_of(int bits) { return bits == 6 ? 2 : 1; }  // parts of a group with sums of their own
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define ISA_WITHOUT_TILES "AVX-512 VNNI"
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__)
 #define ISA "AVX-512 VNNI and AMX"
 #define HAS_TILES
 #else
-#define ISA "AVX-512 VNNI"
+#define ISA ISA_WITHOUT_TILES
 #endif
 #define ISA_VNNI
 constexpr int WIDTH = 16;
@@ -94,11 +95,12 @@ inline void keep(__m256i& value) { asm("" : "+x"(value)); }
 inline void keep(Lanes& value) { asm("" : "+x"(value.v)); }
 
 #else
+#define ISA_WITHOUT_TILES "plain C"
 #if defined(TILES_IN_C)
 #define ISA "plain C and tiles in C"
 #define HAS_TILES
 #else
-#define ISA "plain C"
+#define ISA ISA_WITHOUT_TILES
 #endif
 constexpr int WIDTH = 16;
 constexpr int TILE = 4;
