@@ -89,6 +89,7 @@ class Flight:
         self._deltas: asyncio.Queue[Delta] = asyncio.Queue()
         self._peeked: list[Delta] = []
         self._pending: dict[str, int] = {}
+        self._aborted = False
 
     @property
     def usages(self) -> list[Usage]:
@@ -115,6 +116,8 @@ class Flight:
                 except BaseException:
                     del self._pending[request.request_id]
                     raise
+                if self._aborted:  # maybe before the backend knew of it
+                    self._backend.abort(request.request_id)
                 first += request.sampling.n
         except BaseException:
             self.abort()
@@ -168,7 +171,8 @@ class Flight:
             self.cached_tokens = (self.cached_tokens or 0) + delta.usage.cached_tokens
 
     def abort(self) -> None:
-        """Ends what has not ended; the deltas of what was aborted still come."""
+        """Ends what has not ended, and what is yet to be submitted; the deltas of what was aborted still come."""
+        self._aborted = True
         for request_id in list(self._pending):
             self._backend.abort(request_id)
 
